@@ -28,6 +28,10 @@ _TOMBSTONES_MAX = 1 << 20
 """More than any catalog keeps: in a Redis Cluster these are up to 65,536, 4 in each slot."""
 _OF_A_MODEL = {"model", "architecture", "weights_id"}
 """Fields of a description that are equal for engines of one model."""
+_PARTS = {"group", "pool.name", "pipeline", "context"}
+"""Fields in which the namespaces of one engine differ that names its pages itself: each has a part of the same pages,
+under the same keys."""
+_CONNECTOR = "connector"
 _FIELDS_MAX = 8
 _HEADS_MAX = 64
 """Records of a boundary that each tier is asked for."""
@@ -166,8 +170,9 @@ class AbsenceFinder:
         """The namespace of the same tenant whose description is most like this one's, with the fields that differ; and
         whether it has an entry for this prefix.
 
-        Namespaces that have an entry come first. If none has, only those of the same model and weights count: with
-        blocks or windows of another size they may have the same prompt, but end at other boundaries.
+        Namespaces that have an entry come first. If none has, only those of the connector with the same weights count:
+        with blocks or windows of another size they may have the same prompt, but end at other boundaries. Engines that
+        name their pages themselves have no boundaries, and several namespaces each.
         """
         tenants = await self._catalog.namespaces(deadline=deadline)
         others = [
@@ -181,17 +186,21 @@ class AbsenceFinder:
             self._catalog.know(other, described.layout(), described.tenant)
             lacks_it = await self._catalog.get(other, prefix, deadline=deadline) is None
             fields = field_differences(description.fields, described.fields)
-            if lacks_it and not _OF_A_MODEL.isdisjoint(fields):
+            is_comparable = description.door == described.door == _CONNECTOR and _OF_A_MODEL.isdisjoint(fields)
+            if not is_comparable and (lacks_it or not _PARTS.isdisjoint(fields)):
                 continue
             if nearest is None or (lacks_it, len(fields)) < (nearest[0], len(nearest[1])):
                 nearest = lacks_it, fields, other
+        num_left = max(0, len(others) - _NAMESPACES_MAX)
+        left: dict[str, object] = {"namespaces_not_compared": num_left} if num_left else {}
         if nearest is None:
-            return {}, False
+            return left, False
         lacks_it, fields, namespace = nearest
         differences = {
             name: f"{mine!r} here, {theirs!r} there" for name, (mine, theirs) in sorted(fields.items())[:_FIELDS_MAX]
         }
-        return {"other_namespace": namespace.hex(), "fields": ", ".join(differences), **differences}, not lacks_it
+        found = {"other_namespace": namespace.hex(), "fields": ", ".join(differences), **differences, **left}
+        return found, not lacks_it
 
 
 def _by_boundary(tombstones: Sequence[Tombstone]) -> Removals:

@@ -14,11 +14,12 @@ import pytest
 from store_harness import slow_tier
 
 from kvstore.api import Ack, Outcome
-from kvstore.catalog.base import LeaveReason, Leaving, Removal
+from kvstore.catalog.base import Addition, LeaveReason, Leaving, Removal
 from kvstore.catalog.entry import Level
 from kvstore.cli.status_problems import LATE
 from kvstore.client import BlockingStore, PageDoor, describe_pages
 from kvstore.errors import Unavailable
+from kvstore.model.keys import PrefixHash, RecordKey
 from kvstore.runtime.deadline import Deadline
 from kvstore.runtime.instruments import Instruments
 from kvstore.service.server import Server
@@ -265,6 +266,33 @@ async def test_the_same_weights_in_another_namespace(world: ExplainedStore) -> N
     assert told["reason"] == "never_stored"
     assert told["detail"]["fields"] == "layout.page_tokens"
     assert told["detail"]["layout.page_tokens"] == "64 here, 256 there"
+
+
+async def test_parts_of_one_engines_pages_are_no_other_engines(world: ExplainedStore) -> None:
+    """An engine that names its pages itself has a namespace for each group, pool or rank, under the same keys. None of
+    them is named, whether it has the page or not; nor is one that has another door."""
+    same = {"model": "test", "engine": "vllm offloading"}
+    of_groups = [describe_pages({**same, "group": group}, page_tokens=64) for group in (0, 1)]
+    for description in (PROMPT.description, *of_groups):
+        await world.store.open_namespace(description, deadline=soon())
+        await world.catalog.register(description.id, description.layout(), "", deadline=soon())
+    stop = PROMPT.boundary(64)
+    for stored, asked in ((of_groups[1], of_groups[0]), (of_groups[0], PROMPT.description)):
+        key = RecordKey(stored.id, PrefixHash(bytes(32)) if asked is PROMPT.description else stop.prefix, 0, 0)
+        await world.catalog.add([Addition(key, Level.COLD, 10, 64)], deadline=soon())
+        world.store.report(Outcome("r", asked.id, 64, 64, 0, 0, "nothing_stored", {}, stop))
+        told = await world.again()
+        assert told["reason"] == "never_stored" and "other_namespace" not in told["detail"]
+
+
+async def test_a_tenant_with_more_namespaces_than_are_compared(world: ExplainedStore) -> None:
+    """Each costs a read of its description, so not all are: how many were left out is said."""
+    await world.store.open_namespace(PROMPT.description, deadline=soon())
+    assert "namespaces_not_compared" not in (await world.explain())["detail"]
+    for number in range(70):
+        other = describe(ATTENTION, f"other {number}")
+        await world.catalog.register(other.id, ATTENTION, "", deadline=soon())
+    assert (await world.explain())["detail"]["namespaces_not_compared"] == 6
 
 
 async def test_the_background_says_no_answer_too(world: ExplainedStore, monkeypatch: pytest.MonkeyPatch) -> None:
