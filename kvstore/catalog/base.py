@@ -376,8 +376,8 @@ class Catalog(ABC):
     async def pin(
         self, namespace: NamespaceId, prefixes: Sequence[PrefixHash], until_s: int, *, deadline: Deadline
     ) -> int:
-        """Protect boundaries from retention until a time (seconds since the Unix epoch; 0 unpins). Returns how many
-        have an entry.
+        """Protect boundaries from retention until a time (seconds since the Unix epoch; 0 unpins). Returns how many it
+        was set for: those that have an entry, and are not leaving a level, where their records are being deleted.
         """
 
     async def recount(self) -> int:

@@ -242,7 +242,8 @@ class LocalCatalog(Catalog):
         self._shape(namespace)
 
         def work() -> int:
-            found = [(prefix, edit) for prefix in prefixes if (edit := self._edit(namespace, prefix)) is not None]
+            edits = [(prefix, self._edit(namespace, prefix)) for prefix in prefixes]
+            found = [(prefix, edit) for prefix, edit in edits if edit is not None and not any(map(edit.leaves, Level))]
             for prefix, edit in found:
                 edit.set_number(PINNED_AT, until_s)
                 self._write(namespace, prefix, bytes(edit.data))

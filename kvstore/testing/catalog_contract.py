@@ -174,6 +174,17 @@ class CatalogContract:
         await catalog.pin(_NAMESPACE, [_prefix(64)], 0, deadline=soon())
         assert await _start(catalog, 64, Level.HOT) is not None
 
+    async def test_what_is_being_deleted_takes_no_pin(self, catalog: Catalog) -> None:
+        """It would seem to be kept, and be gone a moment later. Also if it leaves one level of two."""
+        await _open(catalog)
+        for level in Level:
+            await catalog.add([_added(64, level=level)], deadline=soon())
+        for level in Level:
+            assert await _start(catalog, 64, level) is not None
+            assert await catalog.pin(_NAMESPACE, [_prefix(64)], 4_000_000_000, deadline=soon()) == 0
+            await catalog.stop_leaving(_NAMESPACE, _prefix(64), level, deadline=soon())
+        assert await catalog.pin(_NAMESPACE, [_prefix(64)], 4_000_000_000, deadline=soon()) == 1
+
     async def test_use_counts_and_fills_in(self, catalog: Catalog) -> None:
         """Hits add up; position and parent, unknown after a reindex, are learnt; absent boundaries are ignored."""
         await _open(catalog)

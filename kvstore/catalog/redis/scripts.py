@@ -249,11 +249,11 @@ return 1
 
 PIN = Script("""
 -- 9: until
-if not entry then return 0 end
+if not entry or string.byte(entry, 2) ~= 0 then return 0 end
 redis.call('SETRANGE', KEYS[1], 52, struct.pack('<I4', tonumber(ARGV[9])))
 return 1
 """)
-"""Set the end of a boundary's pin."""
+"""Set the end of a boundary's pin, unless it is leaving a level."""
 
 OBSERVE = Script(f"""
 -- 9: prefix; 10: reason; 11: start of its records' names; 12: offset of the level's sums; then the number of slices of

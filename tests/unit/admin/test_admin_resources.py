@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from kvstore.api import Outcome
-from kvstore.catalog.base import Use
+from kvstore.catalog.base import Leaving, Use
 from kvstore.catalog.entry import Level
 from kvstore.cli.main import main
 from kvstore.errors import Unavailable
@@ -143,6 +143,20 @@ async def test_pins_protect_until_they_end(made: ServiceHarness) -> None:
         nothing = {"namespace": namespace, "prefix": prefixes[192], "expires_in_s": 100}
         assert (await client.post("/v1/pins", json=nothing)).status_code == 404
         assert (await client.delete(f"/v1/pins/{namespace}/{prefixes[192]}")).status_code == 404
+
+
+async def test_what_is_being_deleted_takes_no_pin(made: ServiceHarness) -> None:
+    """Else it would seem to be kept, and be gone a moment later."""
+    prompt = await made.save(prompt_of("a"))
+    leaving = Leaving(prompt.namespace, prompt.boundary(64).prefix)
+    new = {"namespace": prompt.namespace.hex(), "prefix": leaving.prefix.hex(), "expires_in_s": 100}
+    catalog = made.catalog
+    async with made.client("red") as client:
+        await catalog.start_leaving([leaving], Level.COLD, deadline=soon())
+        answer = await client.post("/v1/pins", json=new)
+        assert answer.status_code == 409 and "being deleted" in answer.json()["detail"]
+        await catalog.stop_leaving(leaving.namespace, leaving.prefix, Level.COLD, deadline=soon())
+        assert (await client.post("/v1/pins", json=new)).status_code == 201
 
 
 async def test_deletion_asks_first(made: ServiceHarness) -> None:

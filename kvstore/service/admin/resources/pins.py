@@ -86,7 +86,7 @@ async def list_pins(
     return PinList(pins=pins, next_cursor=page.next_cursor, is_complete=page.is_complete)
 
 
-@router.post("/pins", status_code=201, responses=refusals(404, 408, 413), openapi_extra=body_of(NewPin))
+@router.post("/pins", status_code=201, responses=refusals(404, 408, 409, 413), openapi_extra=body_of(NewPin))
 async def create_pin(context: Context, grant: Administrator, request: Request) -> Pin:
     """Have retention keep a boundary, and all before it, until a time. A second call changes the time."""
     pin = await read_fields(request, NewPin)
@@ -96,7 +96,7 @@ async def create_pin(context: Context, grant: Administrator, request: Request) -
     return Pin(namespace=pin.namespace, prefix=pin.prefix, pinned_until_s=until_s)
 
 
-@router.delete("/pins/{namespace}/{prefix}", status_code=204, responses=refusals(404))
+@router.delete("/pins/{namespace}/{prefix}", status_code=204, responses=refusals(404, 409))
 async def delete_pin(
     context: Context, grant: Administrator, request: Request, namespace: NamedNamespace, prefix: PrefixText
 ) -> Response:
@@ -112,8 +112,13 @@ async def delete_pin(
 
 
 async def _set(context: AdminContext, namespace: Namespace, prefix: str, until_s: int) -> None:
-    if not await namespace.catalog.pin(namespace.id, [prefix_hash(prefix)], until_s, deadline=context.soon()):
+    prefix_ = prefix_hash(prefix)
+    if await namespace.catalog.pin(namespace.id, [prefix_], until_s, deadline=context.soon()):
+        return
+    if await namespace.catalog.get(namespace.id, prefix_, deadline=context.soon()) is None:
         raise _nothing_stored(prefix)
+    detail = "this boundary is being deleted: pin it once it is stored again"
+    raise Refused(409, detail, field="prefix", seen=prefix)
 
 
 def _nothing_stored(prefix: str) -> Refused:
