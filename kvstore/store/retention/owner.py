@@ -121,12 +121,14 @@ class RetentionOwner:
 
     async def _run(self) -> None:
         while True:
-            freed, is_stuck, started_s = 0, True, self._clock.monotonic_s()
+            rest_s, is_stuck, started_s = 0.0, True, self._clock.monotonic_s()
             self._asked = _CATALOG
             renewals = self._background.spawn(self._renew(), "leases of a round")
             try:
                 freed = await self.round()
                 is_stuck = freed == 0 and self._is_over
+                if not freed:  # while all that should leave is pinned, every round reads the catalog
+                    rest_s = self._clock.monotonic_s() - started_s
                 self._logged.clear()
             except Closed:
                 raise
@@ -141,7 +143,6 @@ class RetentionOwner:
             finally:
                 renewals.cancel()
             took_s = self._clock.monotonic_s() - started_s
-            rest_s = 0.0 if freed else took_s  # while all that should leave is pinned, every round reads the catalog
             if self._gate is None or is_stuck:
                 is_busy = self._gate is not None and bool(self._gate.boundaries_in_work())
                 await asyncio.sleep(max(rest_s, _BUSY_S if is_busy else self._rules.period_s))

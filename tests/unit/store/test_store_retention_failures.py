@@ -327,6 +327,31 @@ async def test_rounds_that_evict_nothing_rest(
     assert 18 <= num_reads <= 21
 
 
+async def test_a_round_that_failed_late_is_soon_followed_by_another(
+    world: RetainedTier, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The service was frozen for long, or Redis was: the gate admits everything until the totals are read again."""
+    await world.save("a", 4)
+    monkeypatch.setattr(world.clock, "monotonic_s", asyncio.get_running_loop().time)
+    gate = BudgetGate(100 * BOUNDARY_BYTES, 90 * BOUNDARY_BYTES, world.clock)
+    totals, num_reads = world.catalog.totals, 0
+
+    async def late(*, deadline: Deadline) -> Mapping[NamespaceId, NamespaceTotals]:
+        nonlocal num_reads
+        num_reads += 1
+        if num_reads == 1:
+            await asyncio.sleep(40.0)
+            raise Unavailable("no answer in time")
+        return await totals(deadline=deadline)
+
+    monkeypatch.setattr(world.catalog, "totals", late)
+    retention = world.retention(budget_gate=gate, budget_bytes=2 * BOUNDARY_BYTES)
+    retention.start()
+    await asyncio.sleep(43.0)
+    assert gate.held_bytes == await world.used_bytes()
+    await retention.aclose()
+
+
 async def test_a_room_is_not_stuck_while_something_is_written(world: RetainedTier) -> None:
     """Nothing can leave now, but what is being written may make something free: whoever waits goes on waiting."""
     path = await world.save("a", 3)
