@@ -41,6 +41,8 @@ def pin(
         echo_json(made)
     else:
         typer.echo(f"pinned until {time_text(made['pinned_until_s'])} UTC: {made['prefix']}")
+        for note in made.get("notes", ()):  # an older release has none
+            typer.echo(f"note: {note}")
 
 
 @admin_verb(30.0)

@@ -9,12 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from kvstore.api import Outcome
+from kvstore.api import Ack, Outcome
 from kvstore.catalog.base import Leaving, Use
 from kvstore.catalog.entry import Level
 from kvstore.cli.main import main
 from kvstore.errors import Unavailable
 from kvstore.model.namespace import NamespaceDescription, describe_layout
+from kvstore.service.admin.resources.pins import ALONE
 from kvstore.testing.catalog_contract import mark_complete
 from kvstore.testing.prompts import ATTENTION, HYBRID, Prompt
 from kvstore.testing.servers.ports import free_address
@@ -126,6 +127,7 @@ async def test_pins_protect_until_they_end(made: ServiceHarness) -> None:
         pinned = (await client.post("/v1/pins", json=new)).json()
         again = (await client.post("/v1/pins", json={**new, "expires_in_s": 500})).json()
         assert 300 < again["pinned_until_s"] - pinned["pinned_until_s"] < 500
+        assert again.pop("notes") == []
         assert (await client.get("/v1/pins", params={"namespace": namespace})).json()["pins"] == [again]
         detail = (await client.get(f"/v1/prefixes/{namespace}/{prefixes[128]}")).json()
         assert detail["pinned_until_s"] == again["pinned_until_s"]
@@ -143,6 +145,20 @@ async def test_pins_protect_until_they_end(made: ServiceHarness) -> None:
         nothing = {"namespace": namespace, "prefix": prefixes[192], "expires_in_s": 100}
         assert (await client.post("/v1/pins", json=nothing)).status_code == 404
         assert (await client.delete(f"/v1/pins/{namespace}/{prefixes[192]}")).status_code == 404
+
+
+async def test_a_pin_says_that_what_is_before_it_is_not_kept(made: ServiceHarness) -> None:
+    """Saved without a lookup, as after a reindex, a boundary's parent is not known to the catalog."""
+    known, unknown, notes = await made.save(prompt_of("known")), prompt_of("unknown"), {}
+    for record in unknown.records():
+        await made.store.save(record, ack=Ack.COLD, deadline=soon())
+    await made.settle()
+    async with made.client("red") as client:
+        for prompt in (known, unknown):
+            prefix = prompt.boundary(128).prefix.hex()
+            new = {"namespace": prompt.namespace.hex(), "prefix": prefix, "expires_in_s": 100}
+            notes[prompt.name] = (await client.post("/v1/pins", json=new)).json()["notes"]
+    assert notes == {"known": [], "unknown": [ALONE]}
 
 
 async def test_what_is_being_deleted_takes_no_pin(made: ServiceHarness) -> None:

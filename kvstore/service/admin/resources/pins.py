@@ -8,6 +8,7 @@ from fastapi import APIRouter, Request, Response
 from pydantic import BaseModel, ConfigDict, Field
 
 from kvstore.catalog.entry import PINNED_AT, EntryTable
+from kvstore.model.keys import PrefixHash
 from kvstore.service.admin.access import Administrator, Reader
 from kvstore.service.admin.catalog_access import Namespace
 from kvstore.service.admin.context import AdminContext, Context, NamedNamespace, QueriedNamespace
@@ -29,6 +30,10 @@ from kvstore.service.admin.resources.prompt import body_of, read_fields
 
 router = APIRouter(tags=["pins"])
 
+ALONE = (
+    "not all that comes before this boundary is stored and known to the catalog, and what is not known is not kept: "
+    "have an engine resume or save the prompt, then pin it again"
+)
 _EXPIRES_S_MAX = 10 * 366 * 86_400
 """Ten years. The time in a catalog entry has 32 bits."""
 
@@ -60,6 +65,16 @@ class Pin(BaseModel):
     pinned_until_s: int = Field(description="when it ends, in seconds since the Unix epoch", examples=[1763890000])
 
 
+class NewlyPinned(Pin):
+    """A pin as it was set."""
+
+    notes: list[str] = Field(
+        description="what is not kept: nothing protects a boundary that the catalog does not know to come before",
+        examples=[[]],
+        max_length=1,
+    )
+
+
 class PinList(BaseModel):
     """A page of pins."""
 
@@ -87,13 +102,15 @@ async def list_pins(
 
 
 @router.post("/pins", status_code=201, responses=refusals(404, 408, 409, 413), openapi_extra=body_of(NewPin))
-async def create_pin(context: Context, grant: Administrator, request: Request) -> Pin:
+async def create_pin(context: Context, grant: Administrator, request: Request) -> NewlyPinned:
     """Have retention keep a boundary, and all before it, until a time. A second call changes the time."""
     pin = await read_fields(request, NewPin)
     request.state.audit = {"namespace": pin.namespace, "prefix": pin.prefix, "expires_in_s": pin.expires_in_s}
     until_s = context.now_s() + pin.expires_in_s
-    await _set(context, await context.catalog.find(namespace_id(pin.namespace), grant), pin.prefix, until_s)
-    return Pin(namespace=pin.namespace, prefix=pin.prefix, pinned_until_s=until_s)
+    namespace = await context.catalog.find(namespace_id(pin.namespace), grant)
+    await _set(context, namespace, pin.prefix, until_s)
+    notes = [] if await _is_known_from_start(context, namespace, prefix_hash(pin.prefix)) else [ALONE]
+    return NewlyPinned(namespace=pin.namespace, prefix=pin.prefix, pinned_until_s=until_s, notes=notes)
 
 
 @router.delete("/pins/{namespace}/{prefix}", status_code=204, responses=refusals(404, 409))
@@ -109,6 +126,16 @@ async def delete_pin(
     else:
         request.state.changed = False
     return Response(status_code=204)
+
+
+async def _is_known_from_start(context: AdminContext, namespace: Namespace, prefix: PrefixHash) -> bool:
+    """Whether the catalog knows each boundary before one, back to the start of the prompt."""
+    deadline = context.soon()
+    while True:
+        entry = await namespace.catalog.get(namespace.id, prefix, deadline=deadline)
+        if entry is None or entry.parent is None:
+            return entry is not None and 0 < entry.tokens <= namespace.layout.page_tokens
+        prefix = entry.parent
 
 
 async def _set(context: AdminContext, namespace: Namespace, prefix: str, until_s: int) -> None:
