@@ -18,6 +18,7 @@ from kvstore.catalog.redis.catalog import RedisCatalog
 from kvstore.catalog.redis.counters import ServerCounters, format_counters
 from kvstore.catalog.redis.reconcile import Reconciler, Sample, Sampler
 from kvstore.compose import open_catalog, open_store, open_tier
+from kvstore.format.names import format_name
 from kvstore.model.keys import NamespaceId
 from kvstore.runtime.meters import Meters
 from kvstore.settings import Settings, load_settings
@@ -191,6 +192,23 @@ async def test_records_that_nobody_told_of(client: Redis, shared_redis: RedisSer
         await reconciler.check()
         assert not await catalog.is_complete(deadline=soon())
         assert await told(catalog) == await scanned(settings)  # so small a Redis was sampled as a whole
+
+
+async def test_what_a_rebuild_adds_does_not_end_it(client: Redis, shared_redis: RedisServer, tmp_path: Path) -> None:
+    """Records that lost their entries, as by a failover, are found while a slow rebuild is still to come to them."""
+    prompt = Prompt(HYBRID, "a", 256)
+    async with open_catalog(settings_for(shared_redis, tmp_path, 15.0)) as catalog:
+        assert isinstance(catalog, RedisCatalog)
+        await catalog.register(prompt.namespace, prompt.layout, "", deadline=soon())
+        for key, record in zip(prompt.record_keys(), prompt.records(), strict=True):
+            await client.set(format_name(key), bytes(record.data))
+        epoch = await catalog.epoch(deadline=soon())  # a rebuild begins
+        meters = Meters()
+        reconciler = Reconciler(catalog, meters, grace_s=0.0)
+        for _ in range(3):
+            await reconciler.check()
+        assert meters.get("catalog_unknown_records") == len(prompt.record_keys())
+        assert await catalog.mark_complete(epoch, deadline=soon())
 
 
 async def test_a_fresh_store_is_not_called_incomplete(client: Redis, shared_redis: RedisServer, tmp_path: Path) -> None:

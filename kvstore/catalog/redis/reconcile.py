@@ -44,7 +44,8 @@ class Reconciler:
     boundary with the stored records, and stores the servers' counters for the others.
 
     Marks the catalog as not complete when a server was replaced, since entries may be lost, and when a sample shows
-    records that no service reported.
+    records that no service reported. What a sample shows while it is incomplete is left to the rebuild; if some is
+    left after that, a later sample shows it.
 
     Args:
         catalog: The caller closes it.
@@ -92,9 +93,11 @@ class Reconciler:
         sample = await self._sampler.check()
         if sample.num_unknown:
             self._meters.add("catalog_unknown_records", sample.num_unknown)
-            await self._mark_incomplete("Redis holds records that were never reported to the catalog")
-        if sample.lacks_totals:
-            await self._mark_incomplete("the catalog has lost totals")
+        if self._was_complete:  # else a rebuild is due or runs, which corrects both, and would begin again
+            if sample.num_unknown:
+                await self._mark_incomplete("Redis holds records that were never reported to the catalog")
+            if sample.lacks_totals:
+                await self._mark_incomplete("the catalog has lost totals")
         counters = await self._read_counters()
         is_known = (
             counters == self._counters and await self._catalog.read_note(NOTE, deadline=self._deadline()) is not None
