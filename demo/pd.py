@@ -21,6 +21,7 @@ from rich.table import Table
 from demo.backends import Backend, embedded, real
 from kvstore.testing.checkpoints import VOCABULARY, write_checkpoint
 from kvstore.testing.engine import EngineSpec, Request, seeded_prompt, start_engine
+from kvstore.testing.engine.forked import warm_starts
 from kvstore.testing.engine.server import ApiServer, Completion, ask_server, start_api_servers
 from kvstore.testing.program import Say, run_program
 from kvstore.testing.servers.ports import free_ports
@@ -96,7 +97,8 @@ def main() -> int:
     parser.add_argument("--backends", choices=("embedded", "real"), default="embedded")
     parser.add_argument("--work", type=Path, default=Path(__file__).resolve().parent.parent / ".work")
     arguments = parser.parse_args()
-    return run_program("demo", lambda say: run(arguments.backends, arguments.work, say), report)
+    with warm_starts():  # an engine and two servers of three processes each: vLLM is imported once, not nine times
+        return run_program("demo", lambda say: run(arguments.backends, arguments.work, say), report)
 
 
 def run(backends: str, work: Path, say: Say) -> list[Row]:
@@ -114,7 +116,7 @@ def run(backends: str, work: Path, say: Say) -> list[Row]:
         roles = dict(zip(("kv_producer", "kv_consumer"), _halves_of_the_cores(), strict=True))
         specs = {role: _spec(checkpoint, backend, role, cores) for role, cores in roles.items()}
         say("starting a prefill server (kv_producer) and a decode server (kv_consumer)")
-        with start_api_servers(specs, work=work) as (prefill, decode), _proxy(prefill, decode) as url:
+        with start_api_servers(specs, work=work, is_forked=True) as (prefill, decode), _proxy(prefill, decode) as url:
             say(f"asking the proxy at {url}")
             asked = zip(requests, expected, strict=True)
             rows = [_row(url, prefill, decode, request=request, expected=tokens, say=say) for request, tokens in asked]

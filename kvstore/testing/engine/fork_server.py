@@ -9,6 +9,7 @@ import gc
 import importlib
 import multiprocessing
 import os
+import signal
 import sys
 
 from kvstore.testing.engine.main import serve
@@ -42,8 +43,13 @@ def _be_engine(order: Order, answers: int) -> None:
     # vLLM calls it twice at its end, and then collects what is shared with the fork server, which copies all of that
     gc.unfreeze = lambda: None
     _fork_workers()
-    with os.fdopen(answers, "w", buffering=1) as file:
-        serve(order["spec"], file)
+    if "serve" in order:
+        os.close(answers)
+        sys.argv = ["vllm", "serve", *order["serve"]]
+        importlib.import_module("vllm.entrypoints.cli.main").main()
+    else:
+        with os.fdopen(answers, "w", buffering=1) as file:
+            serve(order["spec"], file)
     end_process()
 
 
@@ -59,6 +65,7 @@ def _begin_worker() -> None:
     import torch
 
     tie_to_parent(os.getppid())  # a killed engine leaves nothing behind that waits for it
+    signal.set_wakeup_fd(-1)  # a server's event loop reads the other end: it would end with this process
     if num_threads := os.environ.get("OMP_NUM_THREADS"):  # read when torch was imported, and changed since
         torch.set_num_threads(int(num_threads))
         # so is numba's. vLLM's n-gram drafts set it back to that after each use, for torch as well, which shares the

@@ -1,12 +1,16 @@
-"""Engines that are forked from a process which has imported vLLM already, for suites of many engines."""
+"""Engines that are forked from a process which has imported vLLM already, for who starts several."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+import sys
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from kvstore.testing.forking import ForkedProcess, ForkServers
+
+SERVE = (sys.executable, "-m", "vllm.entrypoints.cli.main", "serve")
+"""What the command `vllm serve` of this Python's environment runs."""
 
 _SERVERS_MAX = 3
 """Each takes some 600 MiB."""
@@ -46,3 +50,21 @@ def start_warm(
         OSError: The fork server could not be started.
     """
     return None if _fork_servers is None else _fork_servers.fork({"spec": spec}, environment, output, answers)
+
+
+def start_warm_server(command: Sequence[str], environment: Mapping[str, str], output: int) -> ForkedProcess | None:
+    """Fork a `vllm serve`; `None` outside of `warm_starts`.
+
+    Args:
+        command: `SERVE`, and its arguments.
+        environment: All of it.
+        output: Descriptor for what it prints. It stays open here.
+
+    Raises:
+        OSError: The fork server could not be started.
+    """
+    if _fork_servers is None:
+        return None
+    process = _fork_servers.fork({"serve": list(command[len(SERVE) :])}, environment, output, output)
+    process.stdin.close()
+    return process

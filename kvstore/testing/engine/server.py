@@ -7,7 +7,6 @@ import json
 import os
 import re
 import signal
-import sys
 import time
 import urllib.error
 import urllib.request
@@ -16,9 +15,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from kvstore.testing.engine.forked import SERVE, start_warm_server
 from kvstore.testing.engine.spec import EngineSpec, Request, engine_environment
 from kvstore.testing.servers.ports import free_ports
 from kvstore.testing.servers.process import ServerFailed, ServerProcess
+from kvstore.testing.warm_services import start_warm
 
 _READY_S = 300.0
 """A start takes 30 s on a quiet machine."""
@@ -63,15 +64,16 @@ class ApiServer:
         log: File with everything that it wrote.
     """
 
-    def __init__(self, spec: EngineSpec, log: Path, work: Path) -> None:
+    def __init__(self, spec: EngineSpec, log: Path, work: Path, *, is_forked: bool) -> None:
         (port,) = free_ports(1)
         self.url = f"http://127.0.0.1:{port}"
         self.log = log
-        # what the command `vllm` of this Python's environment runs
-        command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", *_arguments(spec)]
-        command += ["--host", "127.0.0.1", "--port", str(port), "--enable-prompt-tokens-details"]
+        command = [*SERVE, *_arguments(spec), "--host", "127.0.0.1", "--port", str(port)]
+        command += ["--enable-prompt-tokens-details"]
         # a front end is a process beside its engine, so the engine is always one of its own
-        self._process = ServerProcess(command, log, engine_environment(replace(spec, multiprocess=True), work))
+        environment = engine_environment(replace(spec, multiprocess=True), work)
+        fork = start_warm_server if is_forked else start_warm
+        self._process = ServerProcess(command, log, environment, fork)
         self._group = 0
 
     def start(self) -> None:
@@ -201,7 +203,9 @@ def _arguments(spec: EngineSpec) -> list[str]:
 
 
 @contextlib.contextmanager
-def start_api_servers(specs: Mapping[str, EngineSpec], *, work: Path) -> Iterator[list[ApiServer]]:
+def start_api_servers(
+    specs: Mapping[str, EngineSpec], *, work: Path, is_forked: bool = False
+) -> Iterator[list[ApiServer]]:
     """Run servers for the length of the block, started together: most of a start is one thread's work.
 
     Start them from the main thread: their lives are tied to that thread.
@@ -209,6 +213,8 @@ def start_api_servers(specs: Mapping[str, EngineSpec], *, work: Path) -> Iterato
     Args:
         specs: Their engines, by a name for the log.
         work: Folder for logs and for what vLLM compiles; keep it between runs.
+        is_forked: Within `warm_starts` they need not import vLLM. Without it each of a server's processes is a new
+            Python, as its users' are.
 
     Raises:
         ServerFailed: One did not start.
@@ -218,7 +224,8 @@ def start_api_servers(specs: Mapping[str, EngineSpec], *, work: Path) -> Iterato
     with contextlib.ExitStack() as stack:
         servers = []
         for name, spec in specs.items():
-            server = ApiServer(spec, logs / f"{name}-{os.getpid()}-{time.monotonic_ns()}.log", work)
+            log = logs / f"{name}-{os.getpid()}-{time.monotonic_ns()}.log"
+            server = ApiServer(spec, log, work, is_forked=is_forked)
             stack.callback(server.stop)
             server.start()
             servers.append(server)

@@ -19,6 +19,9 @@ _LAUNCHER = (
     "os.getppid() == int(sys.argv[1]) or sys.exit(1); os.execvp(sys.argv[2], sys.argv[2:])"
 )
 
+Fork = Callable[[Sequence[str], Mapping[str, str], int], ForkedProcess | None]
+"""Called with a command, the whole environment, and the descriptor to write to; `None`: it must be started."""
+
 
 class ServerFailed(RuntimeError):
     """A server did not start, did not become ready, or ended by itself; the message ends with its log."""
@@ -31,15 +34,19 @@ class ServerProcess:
         command: Program and arguments.
         log: File that stdout and stderr are appended to.
         env: The whole environment.
+        fork: Starts the command without its imports, or says that it cannot.
 
     Attributes:
         exit_status: Of the last process that `kill9` or `stop` ended, negative for a signal; `None` before.
     """
 
-    def __init__(self, command: Sequence[str], log: Path, env: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self, command: Sequence[str], log: Path, env: Mapping[str, str] | None = None, fork: Fork = start_warm
+    ) -> None:
         self.command = [str(part) for part in command]
         self.log = log
         self._env = dict(os.environ if env is None else env)
+        self._fork = fork
         self._child: subprocess.Popen[bytes] | ForkedProcess | None = None
         self.exit_status: int | None = None
 
@@ -65,7 +72,7 @@ class ServerProcess:
         launcher = [sys.executable, "-I", "-S", "-c", _LAUNCHER, str(os.getpid()), *self.command]
         with self.log.open("ab") as log:
             # A session of its own: Ctrl-C reaches us, and we end it.
-            self._child = start_warm(self.command, self._env, log.fileno()) or subprocess.Popen(
+            self._child = self._fork(self.command, self._env, log.fileno()) or subprocess.Popen(
                 launcher, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=self._env, start_new_session=True
             )
 
