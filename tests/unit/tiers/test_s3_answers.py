@@ -10,6 +10,7 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import pytest
+from botocore.loaders import JSONFileLoader
 
 from kvstore.errors import InvalidRequest, Unavailable
 from kvstore.runtime.deadline import Deadline
@@ -51,6 +52,16 @@ async def tier_that_hears(*answers: bytes) -> AsyncIterator[tuple[S3Tier, list[b
 
 
 OK = b'HTTP/1.1 200 OK\r\nETag: "1"\r\nContent-Length: 0\r\nConnection: close\r\n\r\n'
+
+
+async def test_the_files_of_the_client_s_library_are_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Reading them takes longer than all else that a client needs: a second one finds what the first one read."""
+    async with tier_that_hears(OK):
+        pass
+    read: list[str] = []
+    monkeypatch.setattr(JSONFileLoader, "load_file", lambda self, path: read.append(path))
+    async with tier_that_hears(OK):
+        assert read == []
 
 
 async def test_a_wrong_region_is_told_with_the_right_one() -> None:
