@@ -171,7 +171,7 @@ def client_said() -> Iterator[Callable[[], str]]:
         logger.setLevel(level)
 
 
-@pytest.mark.parametrize("num_damaged", [120, pytest.param(100_000, marks=pytest.mark.full)])
+@pytest.mark.parametrize("num_damaged", [100, pytest.param(100_000, marks=pytest.mark.full)])
 def test_no_damaged_chunk_is_loaded(
     config: Any, place: Place, num_damaged: int, tell: Callable[[str], None], client_said: Callable[[], str]
 ) -> None:
