@@ -51,13 +51,13 @@ class HastyStore(TieredStore):
 
 def first_violation(store_class: type[TieredStore] = TieredStore) -> str:
     """What is found first."""
-    for seed in range(_SEEDS_MAX):
-        try:
+    try:
+        for seed in range(_SEEDS_MAX):
             simulate(seed, store_class)
-        except Violation as violation:
-            return str(violation).splitlines()[0]
-        finally:
-            gc.collect()  # here, and not in the midst of another test
+    except Violation as violation:
+        return str(violation).splitlines()[0]
+    finally:
+        gc.collect()  # here, and not in the midst of another test
     pytest.fail(f"{_SEEDS_MAX} seeds found nothing")
 
 
