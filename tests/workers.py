@@ -14,14 +14,14 @@ class EnginesInTurn(LoadScopeScheduling):
     """Runs the tests of engines in one worker, one after the other, and all other tests file by file in any worker.
 
     Two tests of engines at once would share the processors and the memory that each needs. The matrix of exactness
-    needs neither: its tests are handed out last, one by one, to any free worker. pytest-xdist's own marks of groups are
-    lost with pytest 9.2.
+    needs neither: its tests are handed out last, to any free worker, those of one model runner together: for each of
+    the two another process has to import vLLM. pytest-xdist's own marks of groups are lost with pytest 9.2.
     """
 
     def _split_scope(self, nodeid: str) -> str:
         file = nodeid.split("::", 1)[0]
         if file == _EXACTNESS:
-            return nodeid
+            return f"{file}-v2" if "-v2" in nodeid else file
         return "engines" if file.startswith(_ENGINES) else file
 
 

@@ -33,7 +33,7 @@ def test_aborts_in_every_state(engine: Callable[..., EngineProcess], llama: Path
     with DirectoryService(tmp_path) as service:
         connector = {"url": service.url, "audit_rate": 0.5}
         running = engine(EngineSpec(checkpoint=llama, connector=connector, max_num_batched_tokens=512))
-        first = running.generate([Request(prompt) for prompt in stored])
+        first = running.generate([Request(prompt, max_tokens=16) for prompt in stored])  # as many as traffic asks for
         running.traffic([], in_flight=1)  # only this test steps an idle engine in this process
         seen: set[str] = set()
         for number in range(ROUNDS):

@@ -144,7 +144,7 @@ class Request:
     """
 
     prompt: tuple[int, ...]
-    max_tokens: int = 16
+    max_tokens: int = 8
     logprobs: int | None = 20
     cache_salt: str | None = None
     kv_transfer_params: Mapping[str, Any] | None = None
