@@ -16,7 +16,7 @@ __all__ = ["OLD_TOKENS", "Prompts", "Sample", "Traffic"]
 OLD_TOKENS, NEW_TOKENS = 2500, 1300
 _OUTPUT_TOKENS = 8
 _STEP_S = 0.02
-_PAUSE_S = 0.2
+_PAUSE_S = 0.5
 """Between two rounds: an engine that computes without end takes the processors of all that is tested beside it."""
 
 
