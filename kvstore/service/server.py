@@ -133,6 +133,7 @@ class Server:
             "sessions": len(sessions),
             "sessions_of_engines": len(of_engines),
             "requests_running": sum(session.num_running for session in sessions),
+            "clients": sorted({session.client for session in sessions if session.client}),
             "engines": sorted({session.client for session in of_engines if session.client}),
         }
         if tenant:
