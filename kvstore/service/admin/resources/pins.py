@@ -144,7 +144,7 @@ async def _set(context: AdminContext, namespace: Namespace, prefix: str, until_s
         return
     if await namespace.catalog.get(namespace.id, prefix_, deadline=context.soon()) is None:
         raise _nothing_stored(prefix)
-    detail = "this boundary is being deleted: pin it once it is stored again"
+    detail = "this boundary is being deleted: its pin can be changed once it is stored again"
     raise Refused(409, detail, field="prefix", seen=prefix)
 
 
