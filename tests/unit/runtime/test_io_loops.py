@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextvars
+import socket
 import threading
 import time
 import weakref
@@ -160,3 +161,20 @@ async def test_what_failed_work_held_is_freed_at_once(is_late: bool) -> None:
                 await call
             del call
             await until(lambda: made[0]() is None)
+
+
+async def test_a_loop_with_an_open_connection_ends() -> None:
+    """uvloop warns of the connection while it closes the loop, and closes it. Were the warning an error, as others are
+    in tests, the loop would wait for the connection for ever."""
+    io_loop, opened, server = IoLoop("left open"), list[object](), socket.create_server(("127.0.0.1", 0))
+
+    async def connect() -> None:
+        opened.append(await asyncio.get_running_loop().create_connection(asyncio.Protocol, *server.getsockname()))
+
+    await io_loop.run(connect)
+    thread = next(one for one in threading.enumerate() if one.name == "left open")
+    closing = threading.Thread(target=asyncio.run, args=(io_loop.aclose(),), daemon=True)  # so that a failure ends
+    closing.start()
+    thread.join(10.0)
+    assert not thread.is_alive()
+    server.close()
