@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gc
 import hashlib
+import logging
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -223,6 +224,7 @@ def _redis(amounts: Amounts, say: Say) -> list[Row]:
     """Redis behind a service that has just started, so its memory is empty and not touched yet, beside the same bytes
     over one TCP connection. Loads only: a store is done when the service has it."""
     say("redis: starting it")
+    logging.getLogger("kvstore.client").setLevel(logging.ERROR)  # it warns whenever the service is started afresh
     with (
         temporary_folder() as folder,
         tcp_peer(folder) as peer,

@@ -57,7 +57,8 @@ class ConnectorSettings:
             is taken from the GPU's memory too. Pages of a step that do not fit wait in their blocks for up to five
             seconds. `None`: twice what the engine computes in a step, at least 512 MiB, at most an eighth of the
             machine's memory shared by its ranks, and on a GPU at most 1 GiB; the log shows the value.
-        memory_bytes: Memory tier of the embedded service; `None` is its default, a tenth of the RAM.
+        memory_bytes: Memory tier of the embedded service; `None` is its default, a quarter of the RAM up to 8
+            GiB, or a tenth of it if that is more.
         disk_bytes: Directory of the embedded service; `None` is its default, a tenth of the free disk.
         lookup_timeout_ms: Longest wait for a lookup. Only its request waits, and only for a service that does not
             answer. A shorter time turns hits into recomputations on a busy machine.

@@ -26,7 +26,7 @@ from kvstore.runtime.sizes import format_bytes  # noqa: E402
 from kvstore.settings import Settings  # noqa: E402
 
 MADE_DEFAULTS = {
-    "memory_bytes": "a tenth of the RAM",
+    "memory_bytes": "a quarter of the RAM up to 8 GiB, or a tenth of it if that is more",
     "cold": "`file://` and `kvstore/records` under `$XDG_CACHE_HOME`",
     "quotas": "none",
 }

@@ -58,10 +58,10 @@ def test_the_environment_may_name_the_file(monkeypatch: pytest.MonkeyPatch, tmp_
 
 
 def test_defaults_work_without_any_set_up(tmp_path: Path) -> None:
-    """A tenth of memory, a directory under the user's cache, no shared tiers, a tenth of the free disk."""
+    """A part of memory, a directory under the user's cache, no shared tiers, a tenth of the free disk."""
     settings = load_settings()
     total_bytes = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    assert settings.memory_bytes == total_bytes // 10
+    assert total_bytes // 10 <= settings.memory_bytes <= total_bytes // 4
     assert settings.listen == UnixAddress("/run/kvstore.sock")
     assert settings.admin_listen == TcpAddress("127.0.0.1", 7070)
     assert settings.hot == NoTier()
@@ -73,6 +73,17 @@ def test_defaults_work_without_any_set_up(tmp_path: Path) -> None:
     assert settings.disk_budget_bytes(unknown / "y") == pytest.approx(free_bytes // 10, rel=0.05)
     assert settings.idle_exit_s is None
     assert (settings.log_format, settings.otlp_traces_endpoint, settings.traces_share) == ("text", None, 0.01)
+
+
+@pytest.mark.parametrize(("machine_gib", "memory_gib"), [(4, 1), (20, 5), (32, 8), (64, 8), (80, 8), (1000, 100)])
+def test_memory_holds_a_long_prompt_where_the_machine_can(
+    monkeypatch: pytest.MonkeyPatch, machine_gib: int, memory_gib: int
+) -> None:
+    """With 20 GiB there is room for a hit of 30,000 tokens of 128 KiB, and of a large machine a tenth is taken."""
+    monkeypatch.setattr("kvstore.settings.usable_bytes", lambda: machine_gib << 30)
+    memory_bytes = load_settings().memory_bytes
+    assert memory_bytes == memory_gib << 30
+    assert machine_gib < 20 or memory_bytes * 3 // 4 >= 30_000 * (128 << 10)
 
 
 def test_the_administration_can_be_off() -> None:
