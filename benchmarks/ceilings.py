@@ -1,4 +1,4 @@
-"""What the machine does with the same bytes and nothing else: a copy in memory, a transfer between two processes."""
+"""What the machine does with the same bytes and nothing else: copies, files, transfers between two processes."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from itertools import count
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -19,7 +20,7 @@ from kvstore.testing.servers.ports import free_ports
 from kvstore.testing.servers.process import ServerProcess
 from kvstore.wire.address import TcpAddress, UnixAddress, parse_address
 
-__all__ = ["Peer", "memcpy", "tcp_peer", "unix_peer"]
+__all__ = ["Mover", "Peer", "PlainFiles", "memcpy", "tcp_peer", "unix_peer"]
 
 _TIMEOUT_S = 20.0
 _ROOT = Path(__file__).resolve().parent.parent
@@ -41,7 +42,61 @@ def memcpy(sources: Sequence[Buffer], targets: Sequence[Buffer]) -> Ceiling:
     return Ceiling("memcpy", run)
 
 
-class Peer:
+class Mover(Protocol):
+    """Moves raw bytes to the place that is measured, and back."""
+
+    def puts(self, sources: Sequence[Buffer], num_connections: int = 1) -> Ceiling:
+        """Move buffers of one size there, as many at a time as there are connections."""
+
+    def gets(self, targets: Sequence[memoryview], num_connections: int = 1) -> Ceiling:
+        """Fill buffers of one size from there."""
+
+
+class PlainFiles(Mover):
+    """A file for each buffer, in as many threads as there are connections. Writes do not wait for the disk, and reads
+    find the files in the system's memory.
+
+    Args:
+        folder: Of the files; the caller removes it.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    def puts(self, sources: Sequence[Buffer], num_connections: int = 1) -> Ceiling:
+        """Write each buffer to a new file. That of the turn before is removed."""
+        turns = [count() for _ in sources]
+
+        def write(index: int) -> None:
+            turn = next(turns[index])
+            (self._folder / f"{turn - 1} {index}").unlink(missing_ok=True)
+            with open(self._folder / f"{turn} {index}", "wb", buffering=0) as file:
+                file.write(sources[index])
+
+        return self._ceiling(write, len(sources), num_connections)
+
+    def gets(self, targets: Sequence[memoryview], num_connections: int = 1) -> Ceiling:
+        """Fill each buffer from a file of its own."""
+        paths = [self._folder / f"read {index}" for index in range(len(targets))]
+        for path, target in zip(paths, targets, strict=True):
+            path.write_bytes(target)
+
+        def read(index: int) -> None:
+            with open(paths[index], "rb", buffering=0) as file:
+                file.readinto(targets[index])
+
+        return self._ceiling(read, len(targets), num_connections)
+
+    def _ceiling(self, move: Callable[[int], None], num_buffers: int, num_threads: int) -> Ceiling:
+        def run() -> None:
+            with ThreadPoolExecutor(num_threads) as threads:
+                for _ in threads.map(move, range(num_buffers)):
+                    pass
+
+        return Ceiling("plain files" if num_threads == 1 else f"plain files x {num_threads}", run)
+
+
+class Peer(Mover):
     """A process that sends and receives raw bytes over one connection, or over several, each with a thread here.
 
     Args:

@@ -1,4 +1,4 @@
-"""`python -m benchmarks.quick`: codec, service, loads, Redis and S3, each beside a ceiling. See README.md."""
+"""`python -m benchmarks.quick`: the codec, the service and its tiers, each beside a ceiling. See README.md."""
 
 from __future__ import annotations
 
@@ -6,10 +6,11 @@ import asyncio
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from pathlib import Path
 
 import uvloop
 
-from benchmarks.ceilings import memcpy, tcp_peer, unix_peer
+from benchmarks.ceilings import PlainFiles, memcpy, tcp_peer, unix_peer
 from benchmarks.loads import load_rows
 from benchmarks.measure import Amounts, Row, Work, measure, measure_in_turn
 from benchmarks.node import Node, temporary_folder
@@ -22,12 +23,17 @@ from kvstore.format.record import verify_payload
 from kvstore.runtime.deadline import Deadline
 from kvstore.testing.program import Say
 from kvstore.testing.servers import ceph_rgw, redis_server
+from kvstore.tiers.filesystem import FilesystemTier
 
 __all__ = ["main"]
 
 _MIB = 1 << 20
 _MEMORY_BYTES_MIN = 512 * _MIB
 _START_S = 20.0
+_DISK_BYTES = 1 << 40
+"""More than is written."""
+_FILE_THREADS = 4
+"""Those of the directory's tier."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -171,6 +177,23 @@ def _service(amounts: Amounts, say: Say) -> list[Row]:
         return uvloop.run(run(node.url))
 
 
+def _directory(amounts: Amounts, say: Say) -> list[Row]:
+    """Our tier in a directory, whose files are still in the system's memory when they are read."""
+    say("directory: opening it")
+
+    async def run(folder: Path) -> list[Row]:
+        files = folder / "files"
+        files.mkdir()
+        tier = await FilesystemTier.open(folder / "records", budget_bytes=_DISK_BYTES)
+        try:
+            return await store_rows(TierStore(tier, _FILE_THREADS, name="directory"), PlainFiles(files), amounts, say)
+        finally:
+            await tier.aclose()
+
+    with temporary_folder() as folder:
+        return uvloop.run(run(folder))
+
+
 def _redis(amounts: Amounts, say: Say) -> list[Row]:
     """Our tier, and redis-py beside it, on a real Redis."""
     say("redis: starting it")
@@ -208,7 +231,14 @@ def _s3(amounts: Amounts, say: Say) -> list[Row]:
         return uvloop.run(run())
 
 
-SECTIONS: dict[str, Section] = {"codec": _codec, "service": _service, "load": load_rows, "redis": _redis, "s3": _s3}
+SECTIONS: dict[str, Section] = {
+    "codec": _codec,
+    "service": _service,
+    "load": load_rows,
+    "directory": _directory,
+    "redis": _redis,
+    "s3": _s3,
+}
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from benchmarks.ceilings import Peer
+from benchmarks.ceilings import Mover
 from benchmarks.measure import Amounts, Row, Work, measure_in_turn, windowed
 from benchmarks.node import Node
 from benchmarks.pages import Batch, RecordPages
@@ -294,7 +294,7 @@ async def fill(store: Store, size_bytes: int, num_bytes: int) -> None:
         await store.occupy(pages.batch().records[0])
 
 
-async def store_rows(store: Store, peer: Peer, amounts: Amounts, say: Say, beside: Sequence[Store] = ()) -> list[Row]:
+async def store_rows(store: Store, peer: Mover, amounts: Amounts, say: Say, beside: Sequence[Store] = ()) -> list[Row]:
     """A row for put and one for get, for each size and number of calls in flight.
 
     The stores in `beside` are measured in turn with the store, at their own verbs. Each has its rows.
