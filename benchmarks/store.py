@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from contextlib import AsyncExitStack
+from contextlib import AbstractContextManager, AsyncExitStack
 from dataclasses import replace
 
 import uvloop
@@ -19,7 +19,7 @@ from kvstore.client import ClientOptions, connect
 from kvstore.runtime.deadline import Deadline
 from kvstore.runtime.io_loops import open_io_loops
 from kvstore.testing.program import Say
-from kvstore.testing.servers import ceph_rgw, redis_server
+from kvstore.testing.servers import RedisServer, ceph_rgw, redis_server
 
 __all__ = ["main"]
 
@@ -58,8 +58,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _redis(amounts: Amounts, say: Say) -> list[Row]:
     """Our tier in turn with raw commands to the same Redis, redis-py, and the peer's client where it is installed."""
     say("redis: starting it")
-    # memory that Redis has never used, or has given back, costs a put more than all else: a full cache has none
-    with temporary_folder() as folder, tcp_peer(folder) as peer, redis_server(keeps_memory=True) as server:
+    with temporary_folder() as folder, tcp_peer(folder) as peer, _full_redis() as server:
 
         async def run() -> list[Row]:
             from redis.asyncio import Redis
@@ -118,7 +117,7 @@ def _service(amounts: Amounts, say: Say) -> list[Row]:
     with (
         temporary_folder() as folder,
         tcp_peer(folder) as peer,
-        redis_server() as server,
+        _full_redis() as server,
         Node(folder, "service", hot=server.url, memory_bytes=memory_bytes, stall_timeout_ms=str(_STALL_MS)) as node,
         Node(folder, "writer", hot=server.url, memory_bytes=_WRITER_BYTES) as other,
     ):
@@ -140,6 +139,13 @@ def _service(amounts: Amounts, say: Say) -> list[Row]:
                 await tier.aclose()
 
         return uvloop.run(run())
+
+
+def _full_redis() -> AbstractContextManager[RedisServer]:
+    """A Redis whose memory was used before, as a full cache's. New memory, and what it gave back, costs a put more than
+    all else.
+    """
+    return redis_server(keeps_memory=True)
 
 
 def _redis_tier(url: str) -> TierStore:
