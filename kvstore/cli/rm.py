@@ -23,6 +23,7 @@ from kvstore.cli.admin import (
 from kvstore.cli.printing import amounts_text, echo_json
 from kvstore.errors import InvalidRequest
 from kvstore.runtime.sizes import counted
+from kvstore.runtime.wrong_values import not_json
 
 _STDIN = Path("-")
 _GARBAGE = {
@@ -123,8 +124,8 @@ def _read(path: Path) -> str:
 def _read_token_ids(path: Path) -> list[int]:
     try:
         found = json.loads(_read(path))
-    except ValueError as error:
-        raise InvalidRequest(f"expected a JSON list of token ids in {path}: {error}") from error
+    except (ValueError, RecursionError) as error:
+        raise InvalidRequest(f"expected a JSON list of token ids in {path}", seen=not_json(error)) from error
     if not isinstance(found, list):
         raise InvalidRequest(f"expected a JSON list of token ids in {path}", seen=type(found).__name__)
     return found

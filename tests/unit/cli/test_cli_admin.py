@@ -160,6 +160,14 @@ async def test_deletion_asks_first(made: ServiceHarness, run: Run, tmp_path: Pat
     assert status == 0 and out.startswith("deleted: 3 boundaries in filesystem") and await hit(made, prompt) == 0
 
 
+@pytest.mark.parametrize("text", ["{", "[" * 100_000, '{"a": 1}'])
+async def test_token_ids_are_a_list(made: ServiceHarness, run: Run, tmp_path: Path, text: str) -> None:
+    """Whatever else the file has is named, also lists in lists without end."""
+    (tmp_path / "ids").write_text(text)
+    status, out, err = await run("rm", "0" * 64, "--token-ids", str(tmp_path / "ids"))
+    assert (status, out) == (2, "") and "expected a JSON list of token ids in" in err and "bug" not in err, err
+
+
 async def test_orders_are_given(made: ServiceHarness, run: Run) -> None:
     """Quotas are set, shown and removed; weights are retired, collected and taken back; each asks where it deletes."""
     old = await made.save(Prompt(ATTENTION, "a", 128, tenant="red", weights_id="old"))
