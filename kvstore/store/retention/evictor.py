@@ -24,6 +24,8 @@ _AT_ONCE = 64
 _CALLS, _TOGETHER_MIN = 4, 4
 """The number of calls that share them, and the fewest worth a call of their own: what a call has deleted is free at
 once."""
+_LOGGED_AGAIN_S = 60.0
+"""A tier that answers now and then, as one that is throttled, fails and works many times a second."""
 
 
 class Evictor:
@@ -36,25 +38,40 @@ class Evictor:
     Args:
         tier: Where to delete; not wrapped in a `CataloguedTier`.
         on_freed: Called with the bytes of what was deleted.
+        check_tier: Called before more is hidden; raises `Unavailable` while the tier is not used. What is hidden then
+            stays hidden, and would be tried again in every round.
 
     Attributes:
         has_unfinished: Whether something may be hidden but not deleted.
     """
 
-    def __init__(self, tier: Tier, catalog: Catalog, instruments: Instruments, on_freed: Callable[[int], None]) -> None:
+    def __init__(
+        self,
+        tier: Tier,
+        catalog: Catalog,
+        instruments: Instruments,
+        on_freed: Callable[[int], None],
+        check_tier: Callable[[], None],
+    ) -> None:
         self._tier = tier
         self._catalog = catalog
         self._meters = instruments.meters
         self._clock = instruments.clock
         self._on_freed = on_freed
-        self._is_failing = False
+        self._check_tier = check_tier
+        self._logged_s = float("-inf")
         self.has_unfinished = True  # an earlier run of this service may have been cut off
 
     async def evict(self, victims: Sequence[Victim]) -> int:
-        """Evict boundaries, ends of prefixes first; returns the bytes freed."""
+        """Evict boundaries, ends of prefixes first; returns the bytes freed.
+
+        Raises:
+            Unavailable: The tier is not used, or the catalog does not answer.
+        """
         freed = 0
         stay: set[int] = set()
         for start in range(0, len(victims), _AT_ONCE):
+            self._check_tier()
             part = range(start, min(start + _AT_ONCE, len(victims)))
             for index in part:  # ends come first: the parent of one that stays comes later, and stays as well
                 if index in stay and (parent := victims[index].parent) is not None:
@@ -96,13 +113,12 @@ class Evictor:
             keys = [key for entry, _ in leaving for key in entry.keys(_LEVEL)]
             await self._tier.delete_all(keys, deadline=self._deadline())
         except Unavailable as error:
-            if not self._is_failing:  # once until it works again: rounds are many
+            if self._clock.monotonic_s() - self._logged_s >= _LOGGED_AGAIN_S:
+                self._logged_s = self._clock.monotonic_s()
                 _log.warning("eviction from %s failed, later rounds try again: %s", self._tier.name, error)
-            self._is_failing = True
             self._meters.add("retention_failures", tier=self._tier.name, at=self._tier.name)
             self.has_unfinished = True
             return None
-        self._is_failing = False
         freed = await self._catalog.finish_leaving(leaving, _LEVEL, deadline=self._deadline())
         for entry, reason in leaving:
             why, num_bytes = reason.name.lower(), entry.num_bytes(_LEVEL)

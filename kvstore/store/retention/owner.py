@@ -29,6 +29,7 @@ from kvstore.store.retention.plan import EvictionPlan, Limits, Ranking, incomple
 from kvstore.store.retention.policy_choice import PolicyChoice
 from kvstore.store.retention.rules import RetentionRules
 from kvstore.tiers.base import Tier
+from kvstore.tiers.guarded import GuardedTier
 
 _log = logging.getLogger(__name__)
 
@@ -87,7 +88,7 @@ class RetentionOwner:
         self._meters = instruments.meters
         self._clock = instruments.clock
         self._gate = budget_gate
-        self._evictor = Evictor(tier, catalog, instruments, self._on_freed)
+        self._evictor = Evictor(tier, catalog, instruments, self._on_freed, self._check_tier)
         self._background = Background(f"retention of {tier.name}")
         self._owned: set[NamespaceId] = set()
         self._is_over = False
@@ -176,7 +177,8 @@ class RetentionOwner:
         """Read the totals once, and evict what is over budget, quota or age; returns the bytes freed.
 
         Raises:
-            Unavailable: The catalog did not answer. A later round finishes evictions that this one began.
+            Unavailable: The tier is not used, or the catalog did not answer. A later round finishes evictions that this
+                one began.
         """
         num_refused = self._num_refused()
         may_finish = self._evictor.has_unfinished or num_refused != self._num_seen
@@ -188,7 +190,9 @@ class RetentionOwner:
             return 0
         held, tenants, excess = await self._read_totals()
         is_due = self._is_over or self._is_due(_by_tenant(held, tenants)) or self._now_s() >= self._find_broken_at_s
-        if not is_due and not may_finish:
+        if is_due:
+            self._check_tier()
+        elif not may_finish:
             return 0
         self._owned = {
             namespace
@@ -408,6 +412,13 @@ class RetentionOwner:
             return False
         await self._catalog.register(namespace, description.layout(), description.tenant, deadline=self._deadline())
         return True
+
+    def _check_tier(self) -> None:
+        """Raise `Unavailable` while the tier's breaker is open."""
+        if isinstance(self._tier, GuardedTier):
+            self._asked = self._tier.name
+            self._tier.check_usable()
+            self._asked = _CATALOG
 
     def _count_failure(self, at: str) -> None:
         self._meters.add("retention_failures", tier=self._tier.name, at=at)

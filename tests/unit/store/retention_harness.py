@@ -57,7 +57,7 @@ class RetainedTier:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.clock = Clock()
-        self.tier = MemoryTier(1 << 26)
+        self.tier: Tier = MemoryTier(1 << 26)
         self.catalog = SqliteCatalog(path, clock=self.clock)
         self.meters = Meters()
 

@@ -26,6 +26,7 @@ from kvstore.testing.catalog_contract import mark_complete
 from kvstore.testing.dict_pending import DictOwnership, LeaseBooks
 from kvstore.testing.records import NAMESPACE, make_record
 from kvstore.tiers.base import PutOutcome
+from kvstore.tiers.guarded import GuardedTier
 from kvstore.tiers.memory import MemoryTier
 
 pytestmark = pytest.mark.virtual_time
@@ -286,6 +287,84 @@ async def test_a_tier_that_refuses_for_long_hides_only_what_must_leave(
     assert await retention.round() == 4 * BOUNDARY_BYTES
     assert await retention.round() == 0
     assert await world.used_bytes() == 16 * BOUNDARY_BYTES
+
+
+async def test_a_tier_that_is_not_used_is_not_tried_for_each_boundary(
+    world: RetainedTier, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """S3 is gone while most must leave: what is hidden when it fails is all that is hidden, each later round fails at
+    once without reading the catalog, and says that the tier has failed. Once it is back, the rest is evicted.
+    """
+    paths = [await world.save(f"prompt {number}", 1) for number in range(200)]
+    world.clock.now_s += 100
+    inner, is_away = world.tier, True
+
+    async def away(*_: object, deadline: Deadline) -> None:
+        if is_away:
+            raise Unavailable("not there")
+
+    real = inner.delete_all
+    monkeypatch.setattr(inner, "delete_all", away)
+    monkeypatch.setattr(inner, "head", away)
+    world.tier = GuardedTier(inner, Instruments(world.clock, world.meters))
+    retention, steps, num_reads = world.retention(budget_bytes=1), world.catalog.steps, 0
+
+    def counted(namespace: NamespaceId) -> AsyncIterator[Step]:
+        nonlocal num_reads
+        num_reads += namespace == NAMESPACE
+        return steps(namespace)
+
+    monkeypatch.setattr(world.catalog, "steps", counted)
+    with pytest.raises(Unavailable, match="not used until a probe succeeds"):
+        await retention.round()
+    for _ in range(5):
+        with pytest.raises(Unavailable, match="not used until a probe succeeds"):
+            await retention.round()
+    table = await world.catalog.lookup(NAMESPACE, [path[0] for path in paths], deadline=world.deadline)
+    assert [bool(row.any()) for row in table.rows(Level.COLD)].count(False) == 64
+    assert world.meters.get("retention_failures", tier=world.tier.name, at=world.tier.name) == 4
+    assert num_reads == 1
+    retention.start()
+    await asyncio.sleep(3.5)
+    assert world.meters.get("retention_failures", tier=world.tier.name, at=world.tier.name) == 8
+    assert num_reads == 1
+    is_away = False
+    monkeypatch.setattr(inner, "delete_all", real)
+    monkeypatch.delattr(inner, "head")
+    while await world.used_bytes():
+        await asyncio.sleep(0.5)
+    await retention.aclose()
+
+
+async def test_a_tier_that_fails_now_and_then_is_logged_now_and_then(
+    world: RetainedTier, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Every other deletion fails, as where S3 is throttled: a line a minute says so."""
+    await world.save("a", 3)
+    real, calls = world.tier.delete_all, 0
+
+    async def sometimes(keys: Sequence[RecordKey], *, deadline: Deadline) -> None:
+        nonlocal calls
+        calls += 1
+        if calls % 2:
+            raise Unavailable("not now")
+        await real(keys, deadline=deadline)
+
+    monkeypatch.setattr(world.tier, "delete_all", sometimes)
+    monkeypatch.setattr(world.clock, "monotonic_s", asyncio.get_running_loop().time)
+    retention = world.retention(budget_bytes=1)
+    for number in range(20):
+        await world.save(f"prompt {number}", 1)
+        await retention.round()
+    assert calls > 20
+    assert [text for text in caplog.messages if "eviction" in text] == [
+        f"eviction from {world.tier.name} failed, later rounds try again: not now"
+    ]
+    await asyncio.sleep(61)
+    for number in range(20, 22):
+        await world.save(f"prompt {number}", 1)
+        await retention.round()
+    assert sum("eviction" in text for text in caplog.messages) == 2
 
 
 async def test_a_room_whose_level_cannot_shrink_is_stuck_until_it_can(world: RetainedTier) -> None:
