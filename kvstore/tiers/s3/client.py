@@ -59,6 +59,9 @@ _NAMES_MAX = 1000
 _VERBS = {"ListObjectsV2": "LIST", "CopyObject": "COPY", "DeleteObjects": "DELETE"}
 """Operations that are not counted under their HTTP method, because they are priced differently."""
 
+_DOCUMENTS = frozenset({"list_objects_v2", "delete_objects", "copy_object"})
+"""Operations that S3 answers by a document, also where it has nothing to say."""
+
 _NO_CONDITIONS = frozenset({"NotImplemented", "501", "InvalidArgument", "InvalidRequest"})
 """Error codes of endpoints that do not support conditions on a copy or a removal."""
 _GONE = frozenset({"NoSuchKey", "NotFound", "404"})
@@ -167,7 +170,10 @@ class S3Client:
 
         async def request() -> Any:
             with translated(self._where):
-                return self._from_s3(await getattr(self._client, operation)(Bucket=self.bucket, **parameters))
+                answer = self._from_s3(await getattr(self._client, operation)(Bucket=self.bucket, **parameters))
+            if operation in _DOCUMENTS and answer["ResponseMetadata"]["HTTPHeaders"].get("content-length") == "0":
+                raise lacking(self._where, "content")  # botocore finds an empty list in it, or a done removal
+            return answer
 
         return await self._run(lambda: self._pace.send(request), expects)
 
@@ -233,7 +239,7 @@ class S3Client:
             if SYSTEM_CLOCK.monotonic_s() - self._bucket_seen_s > _SEEN_S:
                 await self.check_bucket()
             return None
-        return int(self._said(answer, "ContentLength")), str(answer.get("ETag", ""))
+        return int(self._said(answer, "ContentLength")), str(self._said(answer, "ETag"))
 
     def _said(self, answer: Mapping[str, Any], field: str) -> Any:
         """A field that S3 has in every answer of this kind."""

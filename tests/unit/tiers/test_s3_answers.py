@@ -143,6 +143,16 @@ async def test_a_server_that_says_yes_to_anything() -> None:
             await tier.put_manifest(make_key(1).namespace, b"{}", deadline=Deadline.after(30))
 
 
+@pytest.mark.parametrize("call", ["head", "delete many", "scan"])
+async def test_a_server_that_says_yes_without_a_word(call: str) -> None:
+    """No object, no done removal and no empty list: an object that was believed removed would count nowhere, and one
+    that was believed stored would lose its place in Redis.
+    """
+    async with tier_that_hears(OK.replace(b'ETag: "1"', b"Server: other")) as (tier, _):
+        with pytest.raises(Unavailable, match=r"no (ETag|content) in the answer"):
+            await MISSED[call](tier)
+
+
 async def test_authorities_that_cannot_be_read(monkeypatch: pytest.MonkeyPatch) -> None:
     """The variable is named: the system's message has not even the path."""
     monkeypatch.setenv("AWS_CA_BUNDLE", "/not/there.pem")
