@@ -245,6 +245,21 @@ class TestSqlite:
         assert await second.claim(10, deadline=soon()) == entries(1, 2)
         await second.aclose()
 
+    @pytest.mark.parametrize("step_s", [86_400.0, -86_400.0])
+    async def test_a_date_that_is_set_ends_no_lease_and_prolongs_none(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step_s: float
+    ) -> None:
+        """What still waits would be taken for the records of a dead service, and counted as lost."""
+        clock = ManualClock()
+        log = await SqlitePendingLog.open(tmp_path / "pending.db", lease_s=LEASE_S, clock=clock)
+        await log.add(entries(1), deadline=soon())
+        date_ms = clock.wall_ms() + round(1000 * step_s)
+        monkeypatch.setattr(clock, "wall_ms", lambda: date_ms)
+        assert await log.other_owner().claim(10, deadline=soon()) == []
+        clock.now_s += LEASE_S + 0.05
+        assert await log.other_owner().claim(10, deadline=soon()) == entries(1)
+        await log.aclose()
+
     async def test_a_damaged_file_is_renamed(self, tmp_path: Path) -> None:
         """The file holds something else: it is kept under another name, and a new one works."""
         path = tmp_path / "pending.db"

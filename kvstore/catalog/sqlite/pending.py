@@ -104,7 +104,7 @@ class SqlitePendingLog(PendingLog):
         await self._change_all(statement, [(pack_key(key), self._owner) for key in keys], deadline)
 
     async def claim(self, limit: int, *, deadline: Deadline) -> list[PendingEntry]:
-        end_ms, now_ms = self._lease_end_ms(), self._clock.wall_ms()
+        end_ms, now_ms = self._lease_end_ms(), self._now_ms()
 
         def work() -> list[tuple[bytes, int, int]]:
             database = self._file.db
@@ -135,4 +135,8 @@ class SqlitePendingLog(PendingLog):
         await self._file.change(lambda: self._file.db.executemany(statement, rows), deadline)
 
     def _lease_end_ms(self) -> int:
-        return self._clock.wall_ms() + round(self.lease_s * 1000)
+        return self._now_ms() + round(self.lease_s * 1000)
+
+    def _now_ms(self) -> int:
+        """Of a clock that does not jump: all leases in the file are this process's, since `open` ends the others."""
+        return round(self._clock.monotonic_s() * 1000)
