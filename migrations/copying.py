@@ -201,17 +201,23 @@ class Copier:
     async def walk(
         self, level: Level, description: NamespaceDescription, state: State | None, num_records: int, *, is_new: bool
     ) -> Walk:
-        """Read the sheets of a level of a namespace. The first run that copies it (`is_new`) fixes their number."""
+        """Read the sheets of a level of a namespace. The first run that copies it (`is_new`) fixes their number, and
+        empties those that an earlier migration has left.
+        """
         name = sheets_name(level, description.id)
         if state is None or not state.is_open or (name not in state.sheets and not is_new):
             return Walk(level, description, [])
+        number = state.sheets.get(name) or num_sheets(num_records)
+        places = [(level, description.id, index) for index in range(number)]
+        sheets = await gather_all(retry(partial(self._journal.sheet, *where)) for where in places)
         if name not in state.sheets:
-            state.sheets[name] = num_sheets(num_records)
+            for where, sheet in zip(places, sheets, strict=True):
+                if sheet:  # of an earlier migration, by a run that was frozen until another one had ended it
+                    sheet.clear()
+                    await retry(partial(self._journal.write_sheet, *where, sheet))
+            state.sheets[name] = number
             await retry(lambda: self._journal.write(state))
             self._progress.on_step("sheets planned")
-        sheets = await gather_all(
-            retry(partial(self._journal.sheet, level, description.id, number)) for number in range(state.sheets[name])
-        )
         return Walk(level, description, sheets, {new for sheet in sheets for new in sheet.values()})
 
 

@@ -29,7 +29,7 @@ from kvstore.testing.keys import tenant_key, write_keys
 from kvstore.testing.prompts import HYBRID, Prompt
 from kvstore.testing.waiting import soon
 from migrations.copying import Progress
-from migrations.journal import place
+from migrations.journal import Journal, Sheet, place
 from migrations.steps import KeyStep, Verdict
 
 PROMPT = Prompt(HYBRID, "prompt", 64 * 4, tenant="red", payload_bytes=2000)
@@ -279,6 +279,36 @@ def test_what_a_run_was_cut_off_from_is_done_by_the_next_without_reading_again(
     assert ran["migration"]["totals"] == left  # type: ignore[index]
     for prompt in prompts:
         assert in_loop(resumes(prompt)) == prompt.num_tokens
+
+
+def test_a_sheet_that_a_run_wrote_after_it_had_lost_its_lease_hides_no_record_from_the_next_migration(
+    keys: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A run is frozen while it writes a sheet, another one ends the migration, and then the sheet arrives."""
+    write_keys(keys, [("red", 1, 1)])
+    in_loop(save(PROMPT))
+    write_keys(keys, [("red", 2, 2), ("red", 1, 1)])
+    assert run(capsys, "run")[0] == 0
+    settings, where = load_settings(), (Level.COLD, PROMPT.namespace, 0)
+
+    async def sheet() -> Sheet:
+        async with open_tier(settings.cold, settings, is_owner=True) as tier:
+            return await Journal(tier).sheet(*where)
+
+    late = in_loop(sheet())
+    assert isinstance(late, dict) and len(late) == NUM
+    assert run(capsys, "finish")[0] == 0
+
+    async def arrive() -> None:
+        async with open_tier(settings.cold, settings, is_owner=True) as tier:
+            await Journal(tier).write_sheet(*where, late)
+
+    in_loop(arrive())
+    write_keys(keys, [("red", 3, 3), ("red", 2, 2)])
+    assert run(capsys, "run")[1]["migration"]["totals"] == {"rewritten": NUM}  # type: ignore[index]
+    assert run(capsys, "finish")[0] == 0
+    write_keys(keys, [("red", 3, 3)])
+    assert in_loop(resumes(PROMPT)) == PROMPT.num_tokens
 
 
 def test_a_finish_that_is_killed_at_its_end_leaves_no_key_to_be_missed(
