@@ -82,6 +82,9 @@ class Evictor:
             hidden = await self._catalog.start_leaving(leaving, _LEVEL, deadline=self._deadline())
             entries = {index: entry for index, entry in zip(indexes, hidden, strict=True) if entry is not None}
             deleted = await self._delete_all(entries, victims)
+            if entries and not deleted:
+                self._check_tier()
+                break  # it refuses deletions: more would only be hidden
             freed += sum(entries[index].num_bytes(_LEVEL) for index in deleted)
             for index in part:
                 if index not in deleted and (parent := victims[index].parent) is not None:

@@ -44,6 +44,9 @@ to the search for boundaries that have lost their start; each search that evicts
 _BUSY_S = 0.1
 _READ_SHARE = 0.1
 """Share of the time spent on reading the totals while others write: over all slots of a cluster it is not free."""
+_REFUSED_RESTS, _REFUSED_S_MAX = 9.0, 60.0
+"""How many times as long as it took a round rests that could delete nothing, and up to how long: a bucket may refuse
+deletions for days, and each round tries all that is hidden."""
 _CATALOG = "catalog"
 """What has failed if the tier has not, as the counter of failures names it."""
 
@@ -130,6 +133,8 @@ class RetentionOwner:
                 is_stuck = freed == 0 and self._is_over
                 if not freed:  # while all that should leave is pinned, every round reads the catalog
                     rest_s = self._clock.monotonic_s() - started_s
+                    if self._evictor.has_unfinished:
+                        rest_s = max(rest_s, min(_REFUSED_RESTS * rest_s, _REFUSED_S_MAX))
                 self._logged.clear()
             except Closed:
                 raise

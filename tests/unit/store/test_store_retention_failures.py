@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 from collections.abc import AsyncIterator, Collection, Mapping, Sequence
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -404,6 +405,38 @@ async def test_rounds_that_evict_nothing_rest(
     await asyncio.sleep(40.0)
     await retention.aclose()
     assert 18 <= num_reads <= 21
+
+
+async def test_rounds_that_can_delete_nothing_rest_longer_and_hide_little(
+    world: RetainedTier, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A bucket where nobody may delete, for days: each round tries all that is hidden, so rounds take a tenth of the
+    time, and hide no more once a piece was refused.
+    """
+    paths = [await world.save(f"prompt {number}", 1) for number in range(200)]
+    monkeypatch.setattr(world.clock, "monotonic_s", asyncio.get_running_loop().time)
+    retention = world.retention(budget_bytes=1, period_s=0.01)
+    real, times = world.catalog.steps, list[float]()
+
+    async def slow_steps(namespace: NamespaceId) -> AsyncIterator[Step]:
+        if namespace == NAMESPACE:
+            times.append(world.clock.monotonic_s())
+        async for step in real(namespace):
+            await asyncio.sleep(0.5)
+            yield step
+
+    async def refuse(keys: Sequence[RecordKey], *, deadline: Deadline) -> None:
+        raise Unavailable("not allowed")
+
+    monkeypatch.setattr(world.catalog, "steps", slow_steps)
+    monkeypatch.setattr(world.tier, "delete_all", refuse)
+    retention.start()
+    while len(times) < 3:
+        await asyncio.sleep(0.1)
+    table = await world.catalog.lookup(NAMESPACE, [path[0] for path in paths], deadline=world.deadline)
+    assert [bool(row.any()) for row in table.rows(Level.COLD)].count(False) == 2 * 64
+    assert min(after - before for before, after in pairwise(times)) > 4.9
+    await retention.aclose()
 
 
 async def test_a_round_that_failed_late_is_soon_followed_by_another(
