@@ -190,7 +190,7 @@ USES: tuple[Use, ...] = (
         "VllmConfig",
         fields=_names(
             "model_config parallel_config cache_config load_config lora_config speculative_config "
-            "compilation_config kv_transfer_config ec_transfer_config kv_events_config scheduler_config"
+            "compilation_config kv_transfer_config ec_transfer_config kv_events_config scheduler_config device_config"
         ),
     ),
     Use(

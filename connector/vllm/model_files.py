@@ -35,8 +35,9 @@ _PROCESSOR_SETTINGS = (
 )
 
 _NOTED = "kvstore_weights_stamp"
-"""Attribute of a configuration: the machine on which it was made, and then the folders of its weight files, and their
-stamp."""
+"""Attribute of a configuration's `device_config`: the machine on which the configuration was made, and then the
+folders of its weight files, and their stamp. It cannot be the configuration's own. vLLM copies that by its fields for
+a model inside another one and for drafts, and raises at what is no field. All copies share this part."""
 
 _MOVED = "moved"
 """In place of a stamp."""
@@ -92,12 +93,12 @@ def note_weights(vllm_config: Any) -> None:
     still be on their way, and are never replaced.
     """
     model = vllm_config.model_config
-    if model is None or hasattr(vllm_config, _NOTED):
+    if model is None or hasattr(vllm_config.device_config, _NOTED):
         return
     folders = weight_folders(vllm_config)
     are_here = all(Path(name).exists() for name in (str(model.model), *_part_names(model)))
     stamp = stamp_weights(folders, str(vllm_config.load_config.load_format)) if are_here else ""
-    setattr(vllm_config, _NOTED, (platform.node(), folders, stamp))
+    setattr(vllm_config.device_config, _NOTED, (platform.node(), folders, stamp))
 
 
 def stamp_at_start(vllm_config: Any) -> str:
@@ -106,7 +107,7 @@ def stamp_at_start(vllm_config: Any) -> str:
 
     Another machine may have the same files with other dates.
     """
-    machine, noted, stamp = getattr(vllm_config, _NOTED, ("", (), ""))
+    machine, noted, stamp = getattr(vllm_config.device_config, _NOTED, ("", (), ""))
     folders = weight_folders(vllm_config)
     if machine == platform.node():
         if stamp:

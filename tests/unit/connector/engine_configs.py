@@ -28,6 +28,7 @@ def vllm_config(config: Mapping[str, Any] | None = None, **changes: Any) -> Any:
     }
     others: dict[str, Any] = {
         "load_config": SimpleNamespace(load_format="auto", download_dir=None),
+        "device_config": SimpleNamespace(),
         "speculative_config": None,
         "lora_config": None,
         "ec_transfer_config": None,

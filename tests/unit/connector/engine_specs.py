@@ -101,6 +101,7 @@ def facts(*groups: KVCacheGroupSpec, ranks: int = 1, total_heads: int = 2, **cha
         cache_config=SimpleNamespace(**cache),
         kv_transfer_config=SimpleNamespace(kv_load_failure_policy="recompute"),
         load_config=SimpleNamespace(load_format="auto", download_dir=None),
+        device_config=SimpleNamespace(),
         speculative_config=drafts,
         scheduler_config=SimpleNamespace(max_num_batched_tokens=2048),
         lora_config=None,

@@ -317,6 +317,7 @@ def test_a_configuration_notes_its_weights(
     config: Any = SimpleNamespace(
         model_config=SimpleNamespace(model=str(tmp_path), revision=None, hf_config=SimpleNamespace(to_dict=dict)),
         load_config=SimpleNamespace(load_format="auto", download_dir=None),
+        device_config=SimpleNamespace(),
         kv_transfer_config=transfer,
     )
     monkeypatch.setattr(VllmConfig, "__post_init__", lambda self: None)

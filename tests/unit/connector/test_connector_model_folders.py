@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import re
 import shutil
 import sys
@@ -12,10 +13,12 @@ from typing import Any
 import huggingface_hub
 import pytest
 import vllm
+from vllm.config import DeviceConfig, VllmConfig
+from vllm.config.utils import is_init_field
 
 from connector.vllm.contract import release_of
 from connector.vllm.model_facts import read_rules
-from connector.vllm.model_files import UNKNOWN, note_weights, would_read_the_same
+from connector.vllm.model_files import UNKNOWN, note_weights, stamp_at_start, would_read_the_same
 from connector.weights import find_weights_id, stamp_weights
 from kvstore.errors import InvalidRequest
 from tests.unit.connector.engine_configs import CONFIG, rules, vllm_config, with_code
@@ -89,6 +92,21 @@ def test_weights_that_are_replaced_before_the_connector_is_made(
     monkeypatch.setattr("platform.node", lambda: "another machine")
     assert read_rules(configs[1])["weights_stamp"] == stamp_weights([str(tmp_path)], "auto") != old
     assert read_rules(hub)["weights_stamp"] == ""
+
+
+def test_a_configuration_with_a_note_can_be_copied(tmp_path: Path) -> None:
+    """vLLM copies it for the language model of a multimodal model and for drafts, and raises at what is no field. The
+    note reaches the ranks all the same.
+    """
+    (tmp_path / "model.safetensors").write_bytes(b"old")
+    config = VllmConfig.__new__(VllmConfig)
+    vars(config).update(vars(vllm_config(model=str(tmp_path))), device_config=DeviceConfig(device="cpu"))
+    note_weights(config)
+    assert all(is_init_field(VllmConfig, name) for name in vars(config))
+    old = stamp_weights([str(tmp_path)], "auto")
+    (tmp_path / "model.safetensors").write_bytes(b"newer")
+    config.device_config = pickle.loads(pickle.dumps(config.device_config))
+    assert stamp_at_start(config) == old
 
 
 def test_a_hubs_name_that_means_other_weights_while_an_engine_starts(tmp_path: Path) -> None:
