@@ -48,7 +48,7 @@ from connector.vllm.guard import guarded
 from connector.vllm.model_facts import weights_source
 from connector.vllm.model_files import would_read_the_same
 from connector.vllm.observability import ObservabilityHooks
-from connector.vllm.requests import ANY_ADAPTER, PoolPins, RequestReader, read_step, read_trace
+from connector.vllm.requests import ANY_ADAPTER, PoolPins, RequestReader, RestoredMedia, read_step, read_trace
 from connector.worker.side import WorkerSide
 
 if TYPE_CHECKING:
@@ -100,6 +100,8 @@ class KVStoreConnector(ObservabilityHooks, KVConnectorBase_V1, SupportsHMA):
 
     # vLLM may compute a prompt without adapter with that of another request
     _adapters_spread = False
+    # vLLM's second model runner needs none: it gets a request again each time it gets blocks
+    _restored_media: RestoredMedia | None = None
     # a pipeline's other stages have no drafts
     _is_last_stage = True
     # where a rank's weights are from; vLLM names another source once it has loaded others, or will
@@ -119,6 +121,8 @@ class KVStoreConnector(ObservabilityHooks, KVConnectorBase_V1, SupportsHMA):
         self._facts: EngineFacts | None = None
         self._refusal: str | None = None
         self._requests = RequestReader()
+        if not getattr(vllm_config, "use_v2_model_runner", False):
+            self._restored_media = RestoredMedia()
         self._is_advised = False
         self._saved: _StepMetadata | None = None  # the last step whose saves were begun
         is_scheduler = role is KVConnectorRole.SCHEDULER
@@ -260,6 +264,8 @@ class KVStoreConnector(ObservabilityHooks, KVConnectorBase_V1, SupportsHMA):
                 return
             self.scheduler_side.on_allocated(request.request_id, tables, num_external_tokens)
             if num_external_tokens:
+                if self._restored_media is not None:
+                    self._restored_media.note(request)
                 self._publish_hit(request)
 
     @guarded(fallback=_StepMetadata)
@@ -267,6 +273,8 @@ class KVStoreConnector(ObservabilityHooks, KVConnectorBase_V1, SupportsHMA):
         if self.scheduler_side is None:
             return _StepMetadata()
         step = read_step(scheduler_output)
+        if self._restored_media is not None:
+            self._restored_media.complete(scheduler_output)
         if self._blends is not None and self._blends.is_busy:
             step = replace(step, is_shared=True)
         jobs = self.scheduler_side.plan_step(step)
@@ -303,6 +311,8 @@ class KVStoreConnector(ObservabilityHooks, KVConnectorBase_V1, SupportsHMA):
         try:
             self.scheduler_side.on_finished(request.request_id, final_tokens if ended_well else 0, block_ids)
         finally:
+            if self._restored_media is not None:
+                self._restored_media.forget(request.request_id)
             if self._cache_events is not None:
                 self._cache_events.on_request_closed(request.request_id)
             if self._blends is not None:

@@ -147,7 +147,7 @@ USES: tuple[Use, ...] = (
             "preempted_req_ids kv_connector_block_state"
         ),
     ),
-    Use("vllm.v1.core.sched.output", "NewRequestData", fields=_names("req_id num_computed_tokens")),
+    Use("vllm.v1.core.sched.output", "NewRequestData", fields=_names("req_id num_computed_tokens mm_features")),
     Use("vllm.v1.core.sched.output", "CachedRequestData", fields=_names("req_ids num_computed_tokens")),
     Use("vllm.v1.core.sched.output", "KVConnectorBlockState", fields=_names("boundary_state_offloads get_block_ids")),
     Use("vllm.v1.core.kv_cache_manager", "KVCacheBlocks", fields=("get_block_ids",)),

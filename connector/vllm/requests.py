@@ -120,6 +120,33 @@ class RequestReader:
         return self.adapters[number]
 
 
+class RestoredMedia:
+    """The media of requests that are restored, for vLLM's first model runner.
+
+    vLLM tells it a request once, and leaves out the media whose tokens were restored. If vLLM takes the request's
+    blocks later and finds nothing of it any more, that runner has to compute these media, and ends the engine (0.32).
+    So it gets all of them.
+    """
+
+    def __init__(self) -> None:
+        self._media: dict[str, Any] = {}  # by request
+
+    def note(self, request: Any) -> None:
+        """Note that tokens of a request are being restored."""
+        if request.mm_features:
+            self._media[request.request_id] = request.mm_features
+
+    def complete(self, output: Any) -> None:
+        """Give all their media to the requests that a step's `SchedulerOutput` tells the ranks for the first time."""
+        for told in output.scheduled_new_reqs if self._media else ():
+            if (media := self._media.pop(told.req_id, None)) is not None:
+                told.mm_features = media
+
+    def forget(self, request_id: str) -> None:
+        """A request has ended."""
+        self._media.pop(request_id, None)
+
+
 def read_trace(request: Any) -> str:
     """The W3C `traceparent` of a request; empty if vLLM does not trace (`--otlp-traces-endpoint`)."""
     headers = getattr(request, "trace_headers", None)

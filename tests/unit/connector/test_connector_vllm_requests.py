@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -10,14 +11,15 @@ import pytest
 import torch
 from vllm import SamplingParams
 from vllm.lora.request import LoRARequest
-from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
+from vllm.multimodal.inputs import MultiModalFeatureSpec, MultiModalKwargsItem, PlaceholderRange
 from vllm.utils.hashing import sha256
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+from vllm.v1.core.sched.output import NewRequestData
 from vllm.v1.request import Request
 
 from connector.prefix_hash import AdapterRequest, MediaItem, PrefixChain, PromptContent, UncacheableContent
-from connector.vllm.requests import PoolPins, RequestReader, read_step, read_trace
+from connector.vllm.requests import PoolPins, RequestReader, RestoredMedia, read_step, read_trace
 from connector.weights import adapter_identities
 
 HASH = "5" * 64
@@ -261,3 +263,23 @@ def test_vllm_drops_its_cache_although_blocks_were_held() -> None:
     assert pool.reset_prefix_cache()
     assert pins.is_empty
     assert calls == ["before", "before", "after", "done"]
+
+
+@pytest.mark.parametrize("ended", [False, True])
+def test_a_restored_request_keeps_its_media(*, ended: bool) -> None:
+    """vLLM leaves out those whose tokens are restored, and its first runner may have to compute them later."""
+    media = [replace(image(offset=offset), data=MultiModalKwargsItem()) for offset in (3, 40)]
+    asked = request(mm_features=media)
+    asked.num_computed_tokens = 32
+    told = [
+        NewRequestData.from_request(one, ([],)) for one in (asked, Request("s", [1, 2], asked.sampling_params, None))
+    ]
+    assert [item.data is None for item in told[0].mm_features] == [True, False]
+    restored = RestoredMedia()
+    restored.note(asked)
+    if ended:
+        restored.forget(asked.request_id)
+    restored.complete(SimpleNamespace(scheduled_new_reqs=told))
+    assert [item.data is None for item in told[0].mm_features] == [ended, False]
+    assert told[1].mm_features == []
+    assert not vars(restored)["_media"]
