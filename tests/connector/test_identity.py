@@ -243,6 +243,15 @@ APART: dict[str, Callable[[Place], EngineSpec]] = {
         arguments={"hf_overrides": {"rope_parameters": {"rope_type": "default", "rope_theta": 20000.0}}}
     ),
     "tenant": lambda at: at.spec(connector={"token_file": at.token_file("red")}),
+    "a draft model": lambda at: at.spec(  # vLLM copies the engine's configuration for it
+        arguments={
+            "speculative_config": {
+                "method": "draft_model",
+                "model": str(copy_checkpoint(at.checkpoint, at.folder / "draft", seed=3)),
+                "num_speculative_tokens": 2,
+            }
+        }
+    ),
 }
 
 
