@@ -86,6 +86,7 @@ class Recorder:
         self._clock = instruments.clock
         self._background = Background("catalog recorder")
         self._waiting: deque[_Report] = deque()
+        self._again: set[_Report] = set()  # refused, to be queued once more
         self._uses: dict[tuple[NamespaceId, PrefixHash], Use] = {}
         self._flusher: asyncio.Task[None] | None = None
         self._use_reporter: asyncio.Task[None] | None = None
@@ -219,6 +220,7 @@ class Recorder:
                 if self.on_changed is not None:
                     self.on_changed(report.change.key)
                 if not answer and report.is_new and report.taken.done():  # its caller has left and cannot put it again
+                    self._again.add(report)
                     self._background.spawn(self._report_again(report), "change that was refused")
                 report.resolve(answer)
             await self._mark_incomplete_if_lost()
@@ -226,6 +228,7 @@ class Recorder:
     async def _report_again(self, report: _Report) -> None:
         """Report a record that the catalog refused while its boundary was being deleted: it is still stored."""
         await asyncio.sleep(_AGAIN_S)
+        self._again.remove(report)
         self._queue(report)
 
     async def _send_or_lose(self, batch: list[_Report]) -> list[bool]:
@@ -300,8 +303,9 @@ class Recorder:
         """
         await self.drain(Deadline.after(_CLOSE_S, self._clock))
         await self._background.aclose()
-        if self._waiting:
-            self._lose(len(self._waiting))
+        if left := len(self._waiting) + len(self._again):
+            self._lose(left)
         await self._mark_incomplete_if_lost(_CLOSE_S)
         while self._waiting:
             self._waiting.popleft().resolve(True)
+        self._again.clear()
