@@ -36,19 +36,21 @@ class CataloguedTier(TierWrapper):
         self._level = level
         self._recorder = recorder
         self._gate = budget_gate
+        self._bad: set[RecordKey] = set()  # just quarantined by a read that has yet to report it
 
     async def get(
         self, key: RecordKey, *, deadline: Deadline, allocate: Callable[[int], memoryview] | None = None
     ) -> Record | None:
         """As `Tier.get`; reports to the catalog when the record is not there, or was just quarantined."""
-        quarantined = self.inner.num_quarantined
+        self._bad.discard(key)
         record = await self.inner.get(key, deadline=deadline, allocate=allocate)
         if record is not None:
             return record
         (size,) = await self.inner.head([key], deadline=deadline)
         if size is not None:
             return None
-        reason = LeaveReason.CORRUPT if self.inner.num_quarantined > quarantined else LeaveReason.LOST
+        reason = LeaveReason.CORRUPT if key in self._bad else LeaveReason.LOST
+        self._bad.discard(key)
         return await self._report_removal(key, reason, None, deadline, allocate)
 
     async def _report_removal(
@@ -128,9 +130,14 @@ class CataloguedTier(TierWrapper):
     async def quarantine(self, key: RecordKey, reason: str, *, seen: Record | None = None, deadline: Deadline) -> bool:
         (size,) = await self.inner.head([key], deadline=deadline)
         is_quarantined = await self.inner.quarantine(key, reason, seen=seen, deadline=deadline)
+        self._bad.discard(key)
         if is_quarantined:
             await self._report_removal(key, LeaveReason.CORRUPT, size or None, deadline)
         return is_quarantined
+
+    def _inner_quarantined(self, key: RecordKey, reason: str) -> None:
+        self._bad.add(key)
+        super()._inner_quarantined(key, reason)
 
     def _inner_dropped(self, keys: Sequence[RecordKey]) -> None:
         self._recorder.dropped(keys, self._level, self.name)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 
 from kvstore.catalog.coordination import MARKS_MAX, MarkBook
@@ -94,20 +95,23 @@ class HintMarks:
         while self._waiting:
             namespace, marks = self._waiting.popitem()
             self._num_waiting -= len(marks)
-            if marks and not await self._book.put(namespace, marks, deadline=deadline):
+            try:
+                has_room = not marks or await self._book.put(namespace, marks, deadline=deadline)
+            except KVStoreError:
+                self._meters.add("hints_dropped", len(marks), reason="unavailable")
+                raise
+            if not has_room:
                 self._meters.add("hints_dropped", len(marks), reason="full")
 
     async def read(self, namespaces: Iterable[NamespaceId], deadline: Deadline) -> dict[bytes, Mark]:
         """The marks of namespaces, by name of the boundary (namespace and prefix); none where they cannot be read."""
         found: dict[bytes, Mark] = {}
-        try:
+        with suppress(KVStoreError):  # what is in the book stays there for a later round
             await self.flush(deadline)
             for namespace in namespaces:
                 for prefix, data in (await self._book.read(namespace, deadline=deadline)).items():
                     if (mark := Mark.unpack(data)) is not None:
                         found[namespace + prefix] = mark
-        except KVStoreError:
-            self._meters.add("hints_dropped", reason="unavailable")
         return found
 
     async def drop(self, names: Iterable[bytes], deadline: Deadline) -> None:
@@ -127,7 +131,7 @@ class HintMarks:
         except Closed:
             raise
         except KVStoreError:
-            self._meters.add("hints_dropped", reason="unavailable")
+            return
 
     async def aclose(self) -> None:
         """Stop. Idempotent."""

@@ -111,14 +111,15 @@ class OperatorRules:
             Unavailable: The book does not answer.
         """
         async with self._turn:
-            texts = dict(await self._book.read(deadline=deadline))
-            for name in self._texts.keys() - texts.keys():
-                await self._book.write(name, self._texts[name], deadline=deadline)
-                texts[name] = self._texts[name]
-            if texts != self._texts:
-                self._take(texts)
+            texts = await self._book.read(deadline=deadline)
+            lost = {name: text for name, text in self._texts.items() if name not in texts}
+            self._take({**texts, **lost})
+            for name, text in lost.items():
+                await self._book.write(name, text, deadline=deadline)
 
     def _take(self, texts: Mapping[str, str]) -> None:
+        if texts == self._texts:
+            return
         ordered: dict[str, Quota] = {}
         retired: dict[tuple[str | None, str], Retirement] = {}
         for name, text in texts.items():

@@ -8,7 +8,7 @@ import os
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,10 @@ from kvstore.catalog.coordination import JOBS, FileTextStore
 from kvstore.cli.main import main
 from kvstore.errors import Unavailable
 from kvstore.runtime.clock import SYSTEM_CLOCK
+from kvstore.runtime.deadline import Deadline
+from kvstore.service.admin.jobs.board import JobBoard
 from kvstore.service.admin.jobs.job import Job, JobKeeper, JobKind, JobProgress, JobState
+from kvstore.service.authentication import Grant
 from kvstore.testing.servers.ports import free_ports
 from tests.unit.admin.service_harness import ended, open_service, prompt_of
 from tests.virtual_time import ManualClock
@@ -175,6 +178,29 @@ async def test_a_finished_job_removes_interrupted_ones_with_the_same_aim(tmp_pat
         await keeper.ended(ending)
         assert len(await keeper.interrupted(())) == num_left
     assert {job.id for job in await keeper.interrupted(())} == {job.id for job in kept}
+
+
+async def test_a_job_that_ended_just_before_its_service_was_not_interrupted(tmp_path: Path) -> None:
+    """The service stops while the book is slow to forget a job that is done."""
+    forgets = asyncio.Event()
+
+    class SlowBook(FileTextStore):
+        async def remove(self, names: Collection[str], *, deadline: Deadline) -> None:
+            is_first = not forgets.is_set()
+            forgets.set()
+            if is_first:
+                await asyncio.Event().wait()
+            await super().remove(names, deadline=deadline)
+
+    async def work(job: Job) -> None:
+        while not (tmp_path / "jobs.json").exists():
+            await asyncio.sleep(0.01)
+
+    board = JobBoard(JobKeeper(SlowBook(tmp_path, JOBS), HOME))
+    board.start(JobKind.GC, Grant(None), work, about={})
+    await forgets.wait()
+    await board.aclose()
+    assert await JobKeeper(FileTextStore(tmp_path, JOBS), HOME).interrupted(()) == []
 
 
 async def test_jobs_run_without_a_book(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

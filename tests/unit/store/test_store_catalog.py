@@ -393,28 +393,6 @@ async def test_a_record_whose_boundary_leaves_before_the_catalog_is_told(
     assert entry is not None and entry.keys(Level.COLD) == [since.key]
 
 
-async def test_a_refused_change_is_not_forgotten_at_the_end(
-    world: CataloguedStore,
-) -> None:
-    """The service stops before it has reported a record again that the catalog refused while its boundary was being
-    deleted. The record is stored, so a complete catalog would deny it: it is marked incomplete.
-    """
-    prompt = Prompt(ATTENTION, "a", 64)
-    before, since = prompt.records()[:2]
-    await world.save(prompt)
-    await mark_complete(world.catalog)
-    leaving = Leaving(prompt.namespace, before.key.prefix)
-    assert await world.catalog.start_leaving([leaving], Level.COLD, deadline=soon()) != [None]
-    late = Deadline.after(0)  # its caller waits for no answer, so nobody puts the record again
-    assert await world.recorder.added(since, Level.COLD, deadline=late)
-    async with asyncio.timeout(60):
-        while not world.recorder.num_refused:
-            await asyncio.sleep(0.01)
-    assert await world.catalog.is_complete(deadline=soon())
-    await world.recorder.aclose()
-    assert not await world.catalog.is_complete(deadline=soon())
-
-
 async def test_what_leaves_while_it_is_put_again_does_not_exist(
     world: CataloguedStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,10 +14,12 @@ from store_harness import MIB, fill, opened, slow_tier, stage
 
 from kvstore.api import PrefixQuery
 from kvstore.catalog.coordination import LocalMarkBook
+from kvstore.errors import Unavailable
 from kvstore.eviction.candidates import Candidate
 from kvstore.eviction.hints import RETAINED, Hint
 from kvstore.model.keys import Boundary, NamespaceId, PrefixHash
 from kvstore.model.prompt_hint import EndedPrompt, Wishes, ends_of_pages, read_wishes
+from kvstore.runtime.deadline import Deadline
 from kvstore.runtime.instruments import Instruments
 from kvstore.store.hints.hints import HINTS_BURST
 from kvstore.store.retention.hint_marks import HintMarks, Mark
@@ -320,6 +323,31 @@ async def test_hints_of_one_tenant_change_nothing_for_another(tmp_path: Path) ->
         left = [(await world.held(path, OTHER))[0] for path in loud]
         assert 0 < sum(left) < 18
         await retention.aclose()
+
+
+async def test_every_mark_that_is_lost_is_counted(tmp_path: Path) -> None:
+    """The book does not answer when marks are passed on: as many are lost as waited. One that cannot be read loses
+    none: they stay there.
+    """
+
+    class Away(LocalMarkBook):
+        async def put(self, namespace: NamespaceId, marks: Mapping[bytes, bytes], *, deadline: Deadline) -> bool:
+            raise Unavailable("away")
+
+        async def read(self, namespace: NamespaceId, *, deadline: Deadline) -> Mapping[bytes, bytes]:
+            raise Unavailable("away")
+
+    async with open_retained(tmp_path) as world:
+        marks = HintMarks(Away(), Instruments(world.clock, world.meters))
+        for name in "abc":
+            path = await world.save(name, 1)
+            prompt = EndedPrompt(name, NAMESPACE, (Boundary(16, path[0]),), 16, 16)
+            marks.add(prompt, Hint(80, 60.0), 16)
+        with pytest.raises(Unavailable):
+            await marks.flush(world.deadline)
+        assert world.meters.get("hints_dropped", reason="unavailable") == 3
+        assert await marks.read([NAMESPACE], world.deadline) == {}
+        assert world.meters.get("hints_dropped", reason="unavailable") == 3
 
 
 async def test_marks_end(tmp_path: Path) -> None:

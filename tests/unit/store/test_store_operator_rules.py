@@ -127,8 +127,8 @@ async def test_retired_weights_serve_nothing(tmp_path: Path) -> None:
 async def test_a_book_that_takes_nothing_back_is_read_all_the_same(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A book that all services share has lost an order, and is too full to take it again: what others order is followed
-    as soon as there is room, and the service looks until then."""
+    """A book that all services share has lost an order, and is too full to take it again: what others have ordered is
+    followed at once, and the lost order is written when there is room."""
     monkeypatch.setattr(FileTextStore, "is_shared", True)
     path = tmp_path / "orders.json"
     book = FileTextStore(tmp_path, OPERATOR_RULES)
@@ -136,9 +136,10 @@ async def test_a_book_that_takes_nothing_back_is_read_all_the_same(
     told, other = OperatorRules(book, {}, instruments, poll_s=0.01), rules_in(book, {})
     await told.start()
     await told.retire("red", "old", is_retired=True, deadline=soon())
-    path.unlink()
-    book.kind = replace(OPERATOR_RULES, texts_max=0)
+    book.kind = replace(OPERATOR_RULES, texts_max=1)
+    path.write_text(json.dumps({'["retired", "red", "oldest"]': '{"is_retired": true, "at_s": 1}'}))
     await until(lambda: instruments.meters.get("catalog_failures", call="orders"))
+    assert told.are_retired("red", "oldest") and told.are_retired("red", "old")
     book.kind = OPERATOR_RULES
     await other.retire("red", "older", is_retired=True, deadline=soon())
     await until(lambda: told.are_retired("red", "older"))

@@ -45,6 +45,7 @@ class JobBoard:
         self._keeper = keeper
         self._jobs: dict[str, Job] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._stored: dict[str, Job] = {}  # those that may be in the keeper's book
         self._background = Background("administration jobs")
 
     def start(
@@ -81,15 +82,16 @@ class JobBoard:
         self._jobs[job.id], self._tasks[job.id] = job, task
         task.add_done_callback(lambda _: self._ended(job))
         if self._keeper is not None:
+            self._stored[job.id] = job
             self._background.spawn(self._keep(self._keeper, job, task), "keeping")
         return status_of(job)
 
-    @staticmethod
-    async def _keep(keeper: JobKeeper, job: Job, task: asyncio.Task[None]) -> None:
+    async def _keep(self, keeper: JobKeeper, job: Job, task: asyncio.Task[None]) -> None:
         while not task.done():
             await keeper.write(job)
             await asyncio.wait({task}, timeout=KEEP_S)
         await keeper.ended(job)
+        del self._stored[job.id]
 
     async def _run(self, job: Job, work: Work) -> None:
         try:
@@ -164,12 +166,19 @@ class JobBoard:
             await asyncio.wait({task})
 
     async def aclose(self) -> None:
-        """Cancel all jobs, wait until they have ended, and store how far they came. Idempotent."""
-        running = [job for job in self._jobs.values() if job.state is JobState.RUNNING]
+        """Cancel all jobs, wait until they have ended, and store how far they came; forget those that had ended by
+        themselves. Idempotent.
+        """
+        running = {job.id for job in self._jobs.values() if job.state is JobState.RUNNING}
         await self._background.aclose()
-        if self._keeper is not None:
-            keeper = self._keeper
-            await asyncio.gather(*(keeper.write(job) for job in running if job.state is JobState.CANCELLED))
+        stored, self._stored = self._stored, {}
+        if (keeper := self._keeper) is not None:
+            await asyncio.gather(
+                *(
+                    keeper.write(job) if job.id in running and job.state is JobState.CANCELLED else keeper.ended(job)
+                    for job in stored.values()
+                )
+            )
 
 
 async def _jobs(request: Request) -> JobBoard:

@@ -1,0 +1,72 @@
+"""What a store tells its catalog, one change at a time: of a record that is lost, and of a change that was refused."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from kvstore.catalog.base import LeaveReason, Leaving
+from kvstore.catalog.entry import Level
+from kvstore.catalog.sqlite.catalog import SqliteCatalog
+from kvstore.runtime.deadline import Deadline
+from kvstore.runtime.instruments import Instruments
+from kvstore.store.catalogued_tier import CataloguedTier
+from kvstore.store.recorder import Recorder
+from kvstore.testing.catalog_contract import mark_complete
+from kvstore.testing.prompts import ATTENTION, Prompt
+from kvstore.testing.waiting import soon
+from kvstore.tiers.memory import MemoryTier
+
+
+@pytest.fixture
+async def recorder(tmp_path: Path) -> AsyncIterator[Recorder]:
+    catalog = SqliteCatalog(tmp_path / "catalog.db")
+    made = Recorder(catalog, Instruments())
+    yield made
+    await made.aclose()
+    await catalog.aclose()
+
+
+async def test_a_lost_record_is_not_called_corrupt_for_another_one(recorder: Recorder) -> None:
+    """While a tier looks for a record that it has lost, another one is found bad and quarantined."""
+    inner, prompt = MemoryTier(16 << 20, name="cold"), Prompt(ATTENTION, "a", 64)
+    tier = CataloguedTier(inner, Level.COLD, recorder)
+    recorder.register(prompt.namespace, prompt.layout, "")
+    for record in prompt.records():
+        await tier.put(record, deadline=soon())
+    lost, bad = (record.key for record in prompt.records()[:2])
+    assert await inner.delete(lost, deadline=soon())
+    get = inner.get
+
+    async def quarantines_another(key, **more):  # type: ignore[no-untyped-def]
+        assert await inner.quarantine(bad, "bad", deadline=soon())
+        return await get(key, **more)
+
+    inner.get = quarantines_another  # type: ignore[method-assign]
+    assert await tier.get(lost, deadline=soon()) is None
+    (tombstone,) = await recorder.catalog.tombstones(limit=10, deadline=soon())
+    assert (tombstone.slice, tombstone.reason) == (lost.slice, LeaveReason.LOST)
+
+
+async def test_a_refused_change_is_not_forgotten_at_the_end(recorder: Recorder) -> None:
+    """The service stops before it has reported a record again that the catalog refused while its boundary was being
+    deleted. The record is stored, so a complete catalog would deny it: it is marked incomplete.
+    """
+    catalog, prompt = recorder.catalog, Prompt(ATTENTION, "a", 64)
+    before, since = prompt.records()[:2]
+    recorder.register(prompt.namespace, prompt.layout, "")
+    await mark_complete(catalog)
+    assert await recorder.added(before, Level.COLD, deadline=soon())
+    leaving = Leaving(prompt.namespace, before.key.prefix)
+    assert await catalog.start_leaving([leaving], Level.COLD, deadline=soon()) != [None]
+    late = Deadline.after(0)  # its caller waits for no answer, so nobody puts the record again
+    assert await recorder.added(since, Level.COLD, deadline=late)
+    async with asyncio.timeout(60):
+        while not recorder.num_refused:
+            await asyncio.sleep(0.01)
+    assert await catalog.is_complete(deadline=soon())
+    await recorder.aclose()
+    assert not await catalog.is_complete(deadline=soon())
