@@ -9,12 +9,13 @@ from kvstore.catalog.coordination import Ownership
 from kvstore.eviction.candidates import ADMISSIONS, AdmitAll, SecondSight
 from kvstore.format.record import Record
 from kvstore.model.keys import Boundary, NamespaceId, PrefixHash
+from kvstore.runtime.bounded_map import Latest
 from kvstore.runtime.deadline import Deadline
 from kvstore.runtime.instruments import Instruments
 from kvstore.store.presence import Presence, boundaries_beyond, boundaries_of
 
 _NAMES_MAX = 65_536
-"""Boundaries per generation of names, some 6 MB; there are two generations of admitted and two of declined ones."""
+"""Names of admitted boundaries, and of declined ones: some 6 MB of each."""
 _REMEMBERED, _REMEMBERED_MIN, _REMEMBERED_MAX = 1 << 20, 1 << 12, 1 << 22
 """Boundaries that second sight remembers, four bytes each: until the tier's capacity is known, then the least and the
 most."""
@@ -55,8 +56,8 @@ class ColdAdmission:
         self._agreed_s = float("-inf")
         self._remembered = _REMEMBERED
         self._rules = {name: make(_REMEMBERED) for name, make in ADMISSIONS.items()}
-        self._admitted = _LatestNames()
-        self._declined = _LatestNames()
+        self._admitted = Latest[int, None](_NAMES_MAX)
+        self._declined = Latest[int, int](_NAMES_MAX)  # where each one is
 
     # the rule
 
@@ -132,7 +133,7 @@ class ColdAdmission:
                 continue
             name = namespace_bits ^ _bits(boundaries[index].prefix)
             if is_strict and (index not in in_cold or index in only_hot):
-                self._admitted.add(name)
+                self._admitted[name] = None
             if index in only_hot or (index in held and name in self._declined):
                 lacking.append(index)
         return lacking
@@ -158,7 +159,7 @@ class ColdAdmission:
     def decline(self, record: Record) -> None:
         """Remember that the cold tier does not get a record, so that it does if the record is looked up again."""
         key, rule = record.key, self.rule_of(record.key.namespace)
-        self._declined.add(_name(key.namespace, key.prefix), record.header.span.stop)
+        self._declined[_name(key.namespace, key.prefix)] = record.header.span.stop
         self._meters.add("declined_records", rule=rule)
         self._meters.add("declined_bytes", record.num_bytes, rule=rule)
 
@@ -174,7 +175,7 @@ class ColdAdmission:
         while prefix is not None:
             name = _name(key.namespace, prefix)
             if is_strict:  # more records of it may come
-                self._admitted.add(name)
+                self._admitted[name] = None
             tokens = self._declined.get(name)
             if tokens is not None:
                 found.append(Boundary(tokens, prefix))
@@ -185,35 +186,7 @@ class ColdAdmission:
 
     def copied(self, namespace: NamespaceId, prefix: PrefixHash) -> None:
         """Note that a declined boundary is on its way to the cold tier."""
-        self._declined.discard(_name(namespace, prefix))
-
-
-class _LatestNames:
-    """The names that were added last, with a number each. They are bounded: of two generations the older one is dropped
-    as a whole.
-    """
-
-    def __init__(self) -> None:
-        self._young: dict[int, int] = {}
-        self._old: dict[int, int] = {}
-
-    def __bool__(self) -> bool:
-        return bool(self._young or self._old)
-
-    def __contains__(self, name: int) -> bool:
-        return name in self._young or name in self._old
-
-    def get(self, name: int) -> int | None:
-        return self._young.get(name, self._old.get(name))
-
-    def add(self, name: int, number: int = 0) -> None:
-        self._young[name] = number
-        if len(self._young) > _NAMES_MAX:
-            self._young, self._old = {}, self._young
-
-    def discard(self, name: int) -> None:
-        self._young.pop(name, None)
-        self._old.pop(name, None)
+        self._declined.pop(_name(namespace, prefix), None)
 
 
 def _name(namespace: NamespaceId, prefix: PrefixHash) -> int:
