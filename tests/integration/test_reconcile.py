@@ -15,7 +15,7 @@ from kvstore.api import Ack, SaveOutcome
 from kvstore.catalog.base import Catalog
 from kvstore.catalog.entry import Level
 from kvstore.catalog.redis.catalog import RedisCatalog
-from kvstore.catalog.redis.counters import ServerCounters, format_counters
+from kvstore.catalog.redis.counters import ServerCounters
 from kvstore.catalog.redis.reconcile import Reconciler, Sample, Sampler
 from kvstore.compose import open_catalog, open_store, open_tier
 from kvstore.format.names import format_name
@@ -116,9 +116,7 @@ async def test_a_redis_that_was_replaced_while_nobody_looked(shared_redis: Redis
     async with open_catalog(settings) as catalog:
         assert isinstance(catalog, RedisCatalog)
         await mark_complete(catalog)
-        await catalog.write_note(
-            "reconciled", format_counters([ServerCounters("a run that has ended", 0)]), deadline=soon()
-        )
+        await catalog.write_counters([ServerCounters("a run that has ended", 0)], deadline=soon())
         await Reconciler(catalog, Meters()).check()
         assert not await catalog.is_complete(deadline=soon())
         await mark_complete(catalog)

@@ -167,7 +167,7 @@ async def test_a_store_over_it(tls: TlsRedis, tmp_path: Path) -> None:
         totals = (await catalog.totals(deadline=Deadline.after(10)))[prompt.namespace]
         assert [level.num_records for level in totals.levels] == [4, 4]
         async with asyncio.timeout(60):
-            while await catalog.read_note("reconciled", deadline=Deadline.after(10)) is None:
+            while await catalog.read_counters(deadline=Deadline.after(10)) is None:
                 await asyncio.sleep(0.02)
     failures = {name: value for name, value in meters.snapshot().items() if "failures" in name and value}
     assert failures == {}

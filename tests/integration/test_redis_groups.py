@@ -296,7 +296,7 @@ async def test_a_store_over_it(form: str, request: pytest.FixtureRequest) -> Non
         assert isinstance(catalog, RedisCatalog)
         assert await catalog.are_stored([prompt.key(64), prompt.key(16)], deadline=soon) == [True, False]
         async with asyncio.timeout(60):
-            while not meters.get("catalog_complete") or await catalog.read_note("reconciled", deadline=soon) is None:
+            while not meters.get("catalog_complete") or await catalog.read_counters(deadline=soon) is None:
                 await asyncio.sleep(0.02)
     assert meters.get("catalog_failures", call="reconcile") == 0
     async with open_store(settings) as store:

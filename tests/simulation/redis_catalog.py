@@ -10,6 +10,7 @@ from enum import Enum
 from kvstore.catalog.base import Addition, LeaveReason, Removal, Tombstone
 from kvstore.catalog.coordination import Ownership
 from kvstore.catalog.entry import Level, entry_of
+from kvstore.catalog.redis.counters import ServerCounters
 from kvstore.format.names import format_name
 from kvstore.model.keys import NamespaceId, PrefixHash, RecordKey
 from kvstore.runtime.clock import Clock
@@ -28,7 +29,7 @@ class Loss(Enum):
     RECORDS = "its records"
     """And manifests, as when somebody deletes their names: the catalog goes on telling of them."""
     CATALOG = "its catalog"
-    """And notes: records and pending entries stay."""
+    """And the counters of its servers: records and pending entries stay."""
     EVERYTHING = "everything"
     """As by FLUSHALL."""
     ITS_RUN = "everything, and is another server"
@@ -42,7 +43,7 @@ class RedisBooks:
     Attributes:
         records: And manifests.
         catalog: Entries, totals, namespaces, tombstones, whether it is complete.
-        notes: What services leave each other.
+        counters: Of its servers, as a service last noted them for the others; `None`: none has.
         pending: Entries of write-backs.
         leases: On names.
         num_starts: Of the server: each is a run of its own.
@@ -50,7 +51,7 @@ class RedisBooks:
 
     records: Medium
     catalog: CatalogBooks = field(default_factory=CatalogBooks)
-    notes: dict[str, str] = field(default_factory=dict)
+    counters: list[ServerCounters] | None = None
     pending: PendingBooks = field(default_factory=PendingBooks)
     leases: LeaseBooks = field(default_factory=LeaseBooks)
     num_starts: int = 1
@@ -66,7 +67,7 @@ class RedisBooks:
             self.records.flush()
         if loss is not Loss.RECORDS:
             self.catalog.lose_everything()
-            self.notes.clear()
+            self.counters = None
         if loss in {Loss.EVERYTHING, Loss.ITS_RUN}:
             self.pending.entries.clear()
             self.leases.held.clear()
@@ -146,11 +147,14 @@ class SimulatedRedisCatalog(DictCatalog):
         self._write_or_drop(namespace, prefix, edit)
         return len(lost)
 
-    async def write_note(self, name: str, text: str, *, deadline: Deadline) -> None:
-        await self._run("note", lambda: self._redis.notes.__setitem__(name, text), deadline)
+    async def write_counters(self, counters: list[ServerCounters], *, deadline: Deadline) -> None:
+        def work() -> None:
+            self._redis.counters = counters
 
-    async def read_note(self, name: str, *, deadline: Deadline) -> str | None:
-        return await self._run("noted", lambda: self._redis.notes.get(name), deadline)
+        await self._run("note", work, deadline)
+
+    async def read_counters(self, *, deadline: Deadline) -> list[ServerCounters] | None:
+        return await self._run("noted", lambda: self._redis.counters, deadline)
 
     def ownership(self, lease_s: float) -> Ownership:
         return DictOwnership(self._redis.leases, lease_s=lease_s, clock=self._clock, ask=self._ask)

@@ -28,7 +28,7 @@ from kvstore.catalog.changes import packed_with
 from kvstore.catalog.coordination import Ownership
 from kvstore.catalog.entry import MARK_AT, BoundaryEntry, EntryTable, Level, entry_of
 from kvstore.catalog.redis.coordination import RedisOwnership
-from kvstore.catalog.redis.counters import NOTE, counters_of, parse_counters, run_ids
+from kvstore.catalog.redis.counters import ServerCounters, counters_of, format_counters, parse_counters, run_ids
 from kvstore.catalog.redis.nodes import NUM_SLOTS, Call, RedisNodes
 from kvstore.catalog.redis.replies import Argument, Command, strange_reply
 from kvstore.catalog.redis.scripts import (
@@ -65,6 +65,7 @@ _COMPLETE = f"{_ROOT}/complete"
 _EPOCH = f"{_ROOT}/rebuild{{{_COMPLETE}}}"
 """In the same slot, so that both change at once. It is there since a service first asked for it."""
 _EPOCH_BYTES = 16
+_COUNTERS = f"{_ROOT}/reconciled"
 _CALL_S = 10.0
 _BATCH = 512
 """Entries that are changed or read in one round trip."""
@@ -113,8 +114,7 @@ class RedisCatalog(Catalog):
         """Whether a server was restarted or replaced since entries were last compared with records: it may have an
         older state of both entries and marks, as from a snapshot. A service then marks the catalog as incomplete.
         """
-        note = await self.read_note(NOTE, deadline=deadline)
-        seen = parse_counters(note) if note is not None else None
+        seen = await self.read_counters(deadline=deadline)
         servers = await self.info("server", deadline=deadline)
         return seen is None or run_ids(seen) != run_ids(counters_of(server, {}) for server in servers)
 
@@ -372,16 +372,16 @@ class RedisCatalog(Catalog):
         """Leases among the services that share this Redis."""
         return RedisOwnership(self._nodes.client, lease_s=lease_s, gate=self._gate)
 
-    async def write_note(self, name: str, text: str, *, deadline: Deadline) -> None:
-        """Store a text for the other services."""
+    async def write_counters(self, counters: list[ServerCounters], *, deadline: Deadline) -> None:
+        """Say, for all services, that entries were compared with records when the servers had these counters."""
         self._check_open()
-        await self._nodes.one(("SET", f"{_ROOT}/{name}", text), deadline=deadline)
+        await self._nodes.one(("SET", _COUNTERS, format_counters(counters)), deadline=deadline)
 
-    async def read_note(self, name: str, *, deadline: Deadline) -> str | None:
-        """The text of a note; `None`: there is none."""
+    async def read_counters(self, *, deadline: Deadline) -> list[ServerCounters] | None:
+        """The servers' counters when a service last compared entries with records; `None`: they are not known."""
         self._check_open()
-        text = await self._nodes.one(("GET", f"{_ROOT}/{name}"), deadline=deadline)
-        return None if text is None else bytes(text).decode(errors="replace")
+        text = await self._nodes.one(("GET", _COUNTERS), deadline=deadline)
+        return None if text is None else parse_counters(bytes(text).decode(errors="replace"))
 
     async def info(self, section: str, *, deadline: Deadline) -> list[dict[str, str]]:
         """Each node's `INFO <section>`."""

@@ -1,4 +1,4 @@
-"""The servers' counters as of the last comparison of entries with records, as a note for all services. Pure."""
+"""The servers' counters as of the last comparison of entries with records, as a text for all services. Pure."""
 
 from __future__ import annotations
 
@@ -8,8 +8,6 @@ from dataclasses import dataclass
 
 from kvstore.catalog.coordination import FOREIGN_TEXT
 
-NOTE = "reconciled"
-"""The name of the note."""
 _DIGITS_MAX = 20
 """A counter of Redis has at most 19 digits."""
 
@@ -35,7 +33,7 @@ def counters_of(server: dict[str, str], stats: dict[str, str]) -> ServerCounters
 
 
 def format_counters(counters: list[ServerCounters]) -> str:
-    """The counters as the text of a note for other services."""
+    """The counters as a text."""
     return json.dumps([[one.run_id, one.num_removed] for one in counters])
 
 

@@ -13,7 +13,7 @@ import numpy as np
 from kvstore.catalog.base import Addition
 from kvstore.catalog.entry import Level
 from kvstore.catalog.redis.catalog import RedisCatalog, parse_entry_name
-from kvstore.catalog.redis.counters import NOTE, ServerCounters, counters_of, format_counters, parse_counters, run_ids
+from kvstore.catalog.redis.counters import ServerCounters, counters_of, run_ids
 from kvstore.errors import CorruptRecord, InvalidRequest, Unavailable, UnsupportedFormat
 from kvstore.format.manifest import parse_manifest
 from kvstore.format.names import record_key
@@ -100,7 +100,7 @@ class Reconciler:
                 await self._mark_incomplete("the catalog has lost totals")
         counters = await self._read_counters()
         is_known = (
-            counters == self._counters and await self._catalog.read_note(NOTE, deadline=self._deadline()) is not None
+            counters == self._counters and await self._catalog.read_counters(deadline=self._deadline()) is not None
         )
         if (is_known and not sample.num_lost) or not await self._hold():
             return sample.num_lost  # the lease's holder may die: `_counters` stays, so that the next check tries again
@@ -142,14 +142,14 @@ class Reconciler:
             counters: Of the servers, now.
             is_wrong: A sample has shown a lost record: compare in any case.
         """
-        note = await self._catalog.read_note(NOTE, deadline=self._deadline())
-        seen = self._counters if note is None else parse_counters(note)
-        if seen is not None and run_ids(counters) != run_ids(seen):
+        seen = await self._catalog.read_counters(deadline=self._deadline())
+        before = self._counters if seen is None else seen
+        if before is not None and run_ids(counters) != run_ids(before):
             await self._mark_incomplete("a Redis of the catalog was restarted or replaced and may lack entries")
-        if note is not None and counters == seen and not is_wrong:  # another service has done it
+        if counters == seen and not is_wrong:  # another service has done it
             return 0
         lost = await self.compare()
-        await self._catalog.write_note(NOTE, format_counters(counters), deadline=self._deadline())
+        await self._catalog.write_counters(counters, deadline=self._deadline())
         self._meters.add("catalog_reconciled", lost)
         return lost
 
