@@ -1,4 +1,6 @@
-"""Receiving bytes: uninitialised memory, and the part of a connection that does not depend on its protocol."""
+"""Bytes of connections: memory to receive into, large sends without Python's lock, and the part of a connection that
+does not depend on its protocol.
+"""
 
 from __future__ import annotations
 

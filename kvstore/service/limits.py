@@ -173,7 +173,8 @@ class UnauthenticatedConnections:
 
     def remove(self, entry: UnauthenticatedConnection) -> None:
         """Forget a connection. Idempotent; called by the entry itself."""
-        if self._all.pop(entry, entry) is None:
+        if entry in self._all:
+            del self._all[entry]
             mine = self._by_source[entry.source]
             del mine[entry]
             if not mine:

@@ -78,14 +78,11 @@ class Watcher:
         unmeasured, held_bytes, away = _tiers(status)
         self._history.unmeasured = frozenset(unmeasured)
         now = self._store.meters.snapshot()
-        grown = _grown(self._before, now)
-        counts = {
-            key: amount - self._before.get(key, 0)
-            for key, amount in now.items()
-            if key.partition("{")[0] in _KEPT and amount > self._before.get(key, 0)
-        }
+        increases = {key: amount - self._before.get(key, 0) for key, amount in now.items()}
+        increases = {key: increase for key, increase in increases.items() if increase > 0}
+        counts = {key: increase for key, increase in increases.items() if key.partition("{")[0] in _KEPT}
         self._history.add(Sample(self._clock.wall_ms(), counts, held_bytes, frozenset(away)))
-        self._add_events(grown)
+        self._add_events(_by_name(increases))
         self._add_catalog_event(self._before.get("catalog_complete"), now.get("catalog_complete"))
         self._add_rule_events(status)
         self._add_credentials_event()
@@ -196,13 +193,12 @@ def _tiers(status: Mapping[str, object]) -> tuple[set[str], dict[str, int], set[
     return unmeasured, known, set(tiers).difference(healthy)
 
 
-def _grown(before: Mapping[str, float], now: Mapping[str, float]) -> Grown:
-    """What has increased between two samples: by name of a meter, its labels and the increase of each."""
+def _by_name(increases: Mapping[str, float]) -> Grown:
+    """Increases by the name of the meter, each with its labels."""
     found: defaultdict[str, list[tuple[Labels, float]]] = defaultdict(list)
-    for key, amount in now.items():
-        if (increase := amount - before.get(key, 0)) > 0:
-            name, labels = name_and_labels(key)
-            found[name].append((labels, increase))
+    for key, increase in increases.items():
+        name, labels = name_and_labels(key)
+        found[name].append((labels, increase))
     return found
 
 

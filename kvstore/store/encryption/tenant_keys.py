@@ -76,7 +76,7 @@ class TenantKeys(StorePart):
         state = _NO_STATE
         if generations := self.generations(tenant):
             try:
-                state = await self._ledger.check(tenant, generations, deadline=Deadline.after(_CHECK_S))
+                state = await self._ledger.check(tenant, generations, deadline=Deadline.after(_CHECK_S, self._clock))
             except Closed:
                 return _NO_STATE
             except KVStoreError as error:
