@@ -65,6 +65,8 @@ class _Flight(Generic[Value]):
         self.waiters = 0
 
 
+_CLOSED = "closed before a call was made or had ended"
+
 Item = TypeVar("Item")
 Answer = TypeVar("Answer")
 
@@ -101,7 +103,7 @@ class Batches(Generic[Item, Answer]):
         """
         future: asyncio.Future[Answer | KVStoreError] = asyncio.get_running_loop().create_future()
         if not self._is_running:
-            self._background.spawn(self._run(), "batches")
+            self._background.spawn(self._run(), "batches").add_done_callback(self._ended)
             self._is_running = True
         self._waiting.append((item, future))
         async with deadline.scope("a batched call") if deadline is not None else nullcontext():
@@ -121,13 +123,19 @@ class Batches(Generic[Item, Answer]):
                     answer = error
                 except BaseException as error:  # a bug, or the owner closes: those that wait are not sent either
                     is_bug = isinstance(error, Exception)
-                    text = "a batched call failed" if is_bug else "closed before a call was made or had ended"
-                    _resolve(batch + self._waiting, (InternalError if is_bug else Closed)(text))
+                    _resolve(
+                        batch + self._waiting, InternalError("a batched call failed") if is_bug else Closed(_CLOSED)
+                    )
                     self._waiting = []
                     raise
                 _resolve(batch, answer)
         finally:
             self._is_running = False
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        if task.cancelled() and self._is_running:  # the owner was closed before it began
+            _resolve(self._waiting, Closed(_CLOSED))
+            self._waiting, self._is_running = [], False
 
 
 def _resolve(

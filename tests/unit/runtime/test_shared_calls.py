@@ -211,3 +211,16 @@ async def test_closing_the_owner_answers_all() -> None:
     assert [type(end) for end in await asyncio.gather(*runs, return_exceptions=True)] == [Closed] * 3
     with pytest.raises(Closed):
         await batches.run(9, Deadline.after(5.0))
+
+
+async def test_closing_the_owner_before_the_call_begins_answers_all() -> None:
+    """The owner ends right after an item came: its task never begins, and its caller, who has no deadline, would wait
+    for ever."""
+    owner = Background("test")
+    batches = Batches(Calls(), owner)
+    run = asyncio.ensure_future(batches.run(1, None))
+    await asyncio.sleep(0)
+    await owner.aclose()
+    async with asyncio.timeout(5.0):
+        with pytest.raises(Closed):
+            await run
