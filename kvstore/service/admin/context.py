@@ -19,6 +19,7 @@ from kvstore.service.admin.access import Reader
 from kvstore.service.admin.catalog_access import NO_CATALOG, CatalogAccess, Namespace
 from kvstore.service.admin.data_loop import CALL_S, DataLoop
 from kvstore.service.admin.documents import DocumentUses
+from kvstore.service.admin.known_pieces import KnownPieces
 from kvstore.service.admin.models import (
     NAMESPACE_EXAMPLE,
     NAMESPACE_PATTERN,
@@ -27,7 +28,6 @@ from kvstore.service.admin.models import (
     shown_tenant,
 )
 from kvstore.service.admin.port import Administered
-from kvstore.service.admin.resources.known_pieces import KnownPieces
 from kvstore.service.authentication import Grant
 from kvstore.service.session import ConnectedEngine
 from kvstore.store.encryption.encrypted import EncryptedStore

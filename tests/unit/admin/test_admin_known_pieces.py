@@ -18,8 +18,8 @@ from connector.prefix_hash import PrefixChain
 from kvstore.errors import InvalidRequest
 from kvstore.model.instance import EngineInstance
 from kvstore.model.keys import PlainChain
-from kvstore.service.admin.resources.known_pieces import KnownPieces
-from kvstore.service.admin.resources.prompt import PromptText, read_ids
+from kvstore.service.admin.known_pieces import KnownPieces
+from kvstore.service.admin.prompt import PromptText, read_ids
 from kvstore.testing.prompts import ATTENTION, Prompt
 from tests.unit.admin.connected_engines import engine
 from tests.unit.admin.service_harness import open_service

@@ -15,7 +15,7 @@ from pydantic import BaseModel, ConfigDict
 from connector.prefix_hash import PrefixChain
 from kvstore.errors import InvalidRequest
 from kvstore.model.keys import PlainChain, RecordKey
-from kvstore.service.admin.resources.prompt import TOKEN_IDS, read_prompts
+from kvstore.service.admin.prompt import TOKEN_IDS, read_prompts
 from kvstore.store.encryption.encrypted import EncryptedStore
 from kvstore.testing.keys import tenant_key, write_keys
 from kvstore.testing.loop_held import LoopHeld

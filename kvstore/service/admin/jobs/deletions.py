@@ -42,7 +42,7 @@ from kvstore.service.admin.models import (
     prefix_hash,
 )
 from kvstore.service.admin.problems import Refused, refusals
-from kvstore.service.admin.resources.prompt import body_of, read_fields
+from kvstore.service.admin.prompt import body_of, read_fields
 
 router = APIRouter(tags=["prefixes"])
 

@@ -25,7 +25,7 @@ from kvstore.service.admin.access import Saver
 from kvstore.service.admin.context import AdminContext, Context
 from kvstore.service.admin.models import NAMESPACE_EXAMPLE, TokenId, shown_tenant
 from kvstore.service.admin.problems import Refused, refusals
-from kvstore.service.admin.resources.prompt import (
+from kvstore.service.admin.prompt import (
     TOKENS_MAX,
     PromptText,
     body_of,

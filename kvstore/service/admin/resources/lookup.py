@@ -19,7 +19,7 @@ from kvstore.service.admin.catalog_access import Namespace
 from kvstore.service.admin.context import AdminContext, Context
 from kvstore.service.admin.models import namespace_id
 from kvstore.service.admin.problems import refusals
-from kvstore.service.admin.resources.prompt import ANSWER_S, Prompt, body_of, parse_prompt, read_json
+from kvstore.service.admin.prompt import ANSWER_S, Prompt, body_of, parse_prompt, read_json
 from kvstore.store.encryption.encrypted import named_under
 from kvstore.store.presence import PackedSlices, SliceMap, boundaries_of, groups_present
 

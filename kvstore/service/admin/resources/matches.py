@@ -15,7 +15,7 @@ from kvstore.runtime.deadline import Deadline
 from kvstore.service.admin.context import AdminContext
 from kvstore.service.admin.models import NAMESPACE_EXAMPLE, shown_tenant
 from kvstore.service.admin.problems import Refused
-from kvstore.service.admin.resources.prompt import ANSWER_S, Entries, LongList, read_prompts
+from kvstore.service.admin.prompt import ANSWER_S, Entries, LongList, read_prompts
 from kvstore.service.authentication import Grant
 from kvstore.service.session import ConnectedEngine
 from kvstore.store.presence import Reach

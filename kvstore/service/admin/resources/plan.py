@@ -21,8 +21,8 @@ from kvstore.service.admin.context import AdminContext, Context
 from kvstore.service.admin.documents import OrderSearch, expected_uses
 from kvstore.service.admin.models import NAMESPACE_EXAMPLE, PREFIX_EXAMPLE, WHOLE_NUMBER, namespace_id
 from kvstore.service.admin.problems import refusals
+from kvstore.service.admin.prompt import ANSWER_S, Prompt, body_of, parse_prompt, read_json
 from kvstore.service.admin.resources.lookup import READ_AT_ONCE, names_to_save, read_slices
-from kvstore.service.admin.resources.prompt import ANSWER_S, Prompt, body_of, parse_prompt, read_json
 from kvstore.store.presence import groups_present
 
 router = APIRouter(tags=["plan"])

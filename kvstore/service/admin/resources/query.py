@@ -20,6 +20,7 @@ from kvstore.service.admin.access import Reader
 from kvstore.service.admin.context import AdminContext, Context
 from kvstore.service.admin.models import TokenId
 from kvstore.service.admin.problems import refusals
+from kvstore.service.admin.prompt import TOKEN_IDS, TOKENS_MAX, PromptText, body_of, read_json
 from kvstore.service.admin.resources.matches import (
     QUESTIONS_MAX,
     TEXT_MAX,
@@ -30,7 +31,6 @@ from kvstore.service.admin.resources.matches import (
     matches_of,
     reaches_of,
 )
-from kvstore.service.admin.resources.prompt import TOKEN_IDS, TOKENS_MAX, PromptText, body_of, read_json
 from kvstore.service.authentication import Grant
 from kvstore.service.session import ConnectedEngine
 from kvstore.store.presence import Reach, ResumePoints

@@ -24,6 +24,7 @@ from kvstore.runtime.deadline import Deadline
 from kvstore.service.admin.access import Reader
 from kvstore.service.admin.context import AdminContext, Context
 from kvstore.service.admin.problems import Refused, refusals
+from kvstore.service.admin.prompt import TOKENS_MAX, LongList, body_of, in_pieces, read_json
 from kvstore.service.admin.resources.matches import (
     QUESTIONS_MAX,
     TEXT_MAX,
@@ -34,7 +35,6 @@ from kvstore.service.admin.resources.matches import (
     matches_of,
     reaches_of,
 )
-from kvstore.service.admin.resources.prompt import TOKENS_MAX, LongList, body_of, in_pieces, read_json
 from kvstore.service.authentication import Grant
 from kvstore.store.presence import Reach
 

@@ -15,7 +15,7 @@ from kvstore.service.admin.access import OperatorAdministrator, Reader
 from kvstore.service.admin.context import AdminContext, Context
 from kvstore.service.admin.models import WHOLE_NUMBER
 from kvstore.service.admin.problems import Refused, refusals
-from kvstore.service.admin.resources.prompt import body_of, read_fields
+from kvstore.service.admin.prompt import body_of, read_fields
 from kvstore.service.authentication import Grant
 
 router = APIRouter(tags=["quotas"])
