@@ -177,10 +177,10 @@ class Recorder:
 
     async def _report(self, change: Addition | Removal, deadline: Deadline, *, is_new: bool = False) -> bool:
         report = _Report(change, asyncio.get_running_loop().create_future(), is_new)
-        if not self._queue(report) or self._outage.since_ms is not None:  # a write waits for no refusal that is known
-            return True
+        is_queued = self._queue(report)
         try:
-            await asyncio.wait({report.taken}, timeout=deadline.remaining_s)
+            if is_queued and self._outage.since_ms is None:  # a write waits for no refusal that is known
+                await asyncio.wait({report.taken}, timeout=deadline.remaining_s)
         finally:
             report.resolve(True)
         return report.taken.result()

@@ -161,7 +161,8 @@ class OperatorRules:
             InvalidRequest: Too many rules.
             Unavailable: The book does not answer; nothing has changed.
         """
-        await self._write([_RETIRED, tenant, weights_id], {"is_retired": is_retired}, deadline)
+        async with deadline.scope("writing a rule"), self._turn:
+            await self._write([_RETIRED, tenant, weights_id], {"is_retired": is_retired}, deadline)
 
     # quotas
 
@@ -175,23 +176,26 @@ class OperatorRules:
         """
         if self._apply is None:
             raise InvalidRequest("this service applies no quotas: it has no cold tier with a catalog", field="tenant")
-        after = dict(self.quotas) | ({tenant: quota} if quota is not None else {})
-        guaranteed_bytes = sum(one.guaranteed_bytes for one in after.values())
-        if quota is not None and self._guaranteed_max is not None and guaranteed_bytes > self._guaranteed_max:
+        value = None if quota is None else [quota.guaranteed_bytes, quota.maximum_bytes]
+        async with deadline.scope("writing a rule"), self._turn:
+            if quota is not None:  # in this turn: others may be set at the same time
+                self._check_guarantees({**self.quotas, tenant: quota})
+            await self._write([_QUOTA, tenant], {"quota": value}, deadline)
+
+    def _check_guarantees(self, quotas: Mapping[str, Quota]) -> None:
+        guaranteed_bytes = sum(one.guaranteed_bytes for one in quotas.values())
+        if self._guaranteed_max is not None and guaranteed_bytes > self._guaranteed_max:
             raise InvalidRequest(
                 "quotas would guarantee more than three quarters of what cold may hold: lower this or others",
                 field="guaranteed_bytes",
                 seen=guaranteed_bytes,
                 expected=self._guaranteed_max,
             )
-        value = None if quota is None else [quota.guaranteed_bytes, quota.maximum_bytes]
-        await self._write([_QUOTA, tenant], {"quota": value}, deadline)
 
     async def _write(self, name: list[str | None], value: dict[str, Any], deadline: Deadline) -> None:
         key, text = json.dumps(name), json.dumps({**value, "at_s": self._clock.wall_ms() // 1000})
-        async with deadline.scope("writing a rule"), self._turn:
-            await self._book.write(key, text, deadline=deadline)
-            self._take({**self._texts, key: text})
+        await self._book.write(key, text, deadline=deadline)
+        self._take({**self._texts, key: text})
 
     async def aclose(self) -> None:
         """Stop reading. Idempotent."""

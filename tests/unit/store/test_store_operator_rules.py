@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Mapping
 from dataclasses import replace
@@ -68,6 +69,16 @@ async def test_an_order_stands_over_the_settings(tmp_path: Path) -> None:
     assert [one.get("red") for one in held] == [Quota(100, 200), Quota(300, 400), Quota(300, 400), Quota(100, 200)]
     assert held[-1] == {"red": Quota(100, 200), "blue": Quota(0, 50), "green": Quota(700)}
     assert dict(rules.ordered) == {"green": Quota(700)}
+
+
+async def test_quotas_that_are_set_at_a_time_guarantee_no_more_than_there_is(tmp_path: Path) -> None:
+    """Each fits alone, and both are checked before either is written."""
+    rules = rules_of(tmp_path)
+    rules.apply_to(lambda _: None, 1000)
+    both = (rules.set_quota(tenant, Quota(600), deadline=soon()) for tenant in ("red", "blue"))
+    first, second = await asyncio.gather(*both, return_exceptions=True)
+    assert first is None and isinstance(second, InvalidRequest)
+    assert sum(quota.guaranteed_bytes for quota in rules.quotas.values()) == 600
 
 
 async def test_what_the_book_lost_is_told_again(tmp_path: Path) -> None:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from pathlib import Path
+from unittest.mock import AsyncMock
 
 import pytest
 
 from kvstore.catalog.base import LeaveReason, Leaving
 from kvstore.catalog.entry import Level
 from kvstore.catalog.sqlite.catalog import SqliteCatalog
+from kvstore.errors import Unavailable
 from kvstore.runtime.deadline import Deadline
 from kvstore.runtime.instruments import Instruments
 from kvstore.store.catalogued_tier import CataloguedTier
@@ -51,9 +53,13 @@ async def test_a_lost_record_is_not_called_corrupt_for_another_one(recorder: Rec
     assert (tombstone.slice, tombstone.reason) == (lost.slice, LeaveReason.LOST)
 
 
-async def test_a_refused_change_is_not_forgotten_at_the_end(recorder: Recorder) -> None:
+@pytest.mark.parametrize("is_away", [False, True])
+async def test_a_refused_change_is_not_forgotten_at_the_end(
+    recorder: Recorder, monkeypatch: pytest.MonkeyPatch, is_away: bool
+) -> None:
     """The service stops before it has reported a record again that the catalog refused while its boundary was being
-    deleted. The record is stored, so a complete catalog would deny it: it is marked incomplete.
+    deleted, because its caller had no time, or did not wait for a catalog that was away. The record is stored, so a
+    complete catalog would deny it: it is marked incomplete.
     """
     catalog, prompt = recorder.catalog, Prompt(ATTENTION, "a", 64)
     before, since = prompt.records()[:2]
@@ -62,8 +68,13 @@ async def test_a_refused_change_is_not_forgotten_at_the_end(recorder: Recorder) 
     assert await recorder.added(before, Level.COLD, deadline=soon())
     leaving = Leaving(prompt.namespace, before.key.prefix)
     assert await catalog.start_leaving([leaving], Level.COLD, deadline=soon()) != [None]
-    late = Deadline.after(0)  # its caller waits for no answer, so nobody puts the record again
-    assert await recorder.added(since, Level.COLD, deadline=late)
+    if is_away:
+        with monkeypatch.context() as patched:
+            patched.setattr(catalog, "remove", AsyncMock(side_effect=Unavailable("away")))
+            await recorder.removed(since.key, Level.HOT, LeaveReason.LOST, None, deadline=soon())
+        assert recorder.backlog.since_ms is not None
+    # its caller waits for no answer, so nobody puts the record again
+    assert await recorder.added(since, Level.COLD, deadline=soon() if is_away else Deadline.after(0))
     async with asyncio.timeout(60):
         while not recorder.num_refused:
             await asyncio.sleep(0.01)
