@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from kvstore.errors import CorruptRecord, InternalError, InvalidRequest, Unavailable
+from kvstore.errors import CorruptRecord, InvalidRequest, Unavailable
 from kvstore.format.record import Record, read_record
 from kvstore.runtime.budget import ByteBudget, Grant
 from kvstore.runtime.deadline import Deadline
@@ -103,8 +103,7 @@ class Incoming:
         Raises:
             InvalidRequest: The peer sent more than its credit.
         """
-        if self._current is not None:
-            raise InternalError("two payloads at once on one connection")
+        assert self._current is None, "two payloads at once on one connection"
         receipt = Receipt(self)
         receipt.take_credit(payload_bytes)
         receipt.room = self.budget.try_take(payload_bytes, self.tenant)
@@ -113,10 +112,8 @@ class Incoming:
 
     async def wait(self, payload_bytes: int, deadline: Deadline) -> bool:
         """Wait for room until `deadline`. False: there was none; the payload must be dropped."""
-        receipt = self._current
-        if receipt is None:
-            raise InternalError("waited for a payload that did not begin")
-        return await receipt.take_room(payload_bytes, deadline)
+        assert self._current is not None, "waited for a payload that did not begin"
+        return await self._current.take_room(payload_bytes, deadline)
 
     @property
     def holds_room(self) -> bool:

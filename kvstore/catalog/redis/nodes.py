@@ -193,10 +193,7 @@ class RedisNodes:
         """A number for the slots of each node, see `walks.py`."""
         if self._routes is None:
             return 1
-        try:
-            replies = [(await self._exchange(node, [("CLUSTER", "NODES")], strict=True))[0] for node in nodes]
-        except NoPermissionError:  # of a user as earlier releases needed it
-            return await self._routes.digest()
+        replies = [(await self._exchange(node, [("CLUSTER", "NODES")], strict=True))[0] for node in nodes]
         return digest_of_slots([reply.decode(errors="replace") for reply in replies])
 
     @contextmanager

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import math
 from typing import Any, Protocol
-from zlib import crc32
 
 from redis.asyncio.cluster import ClusterNode
 from redis.exceptions import (
@@ -87,12 +86,6 @@ class Routes:
         if now_s - self._read_s > _READ_AGAIN_S:
             self._read_s = now_s
             await self._client.read_map()
-
-    async def digest(self) -> int:
-        """A number for who has which slots, by the map. It does not show slots that are half moved."""
-        await self._client.read_map()
-        slots = self._client.nodes_manager.slots_cache
-        return crc32(" ".join(f"{slot}:{slots[slot][0].name}" for slot in sorted(slots)).encode()) or 1
 
     def named(self, reply: AskError, asked: Any) -> Any:
         """The node that a redirection names; `None` if it names none."""

@@ -23,7 +23,7 @@ from kvstore.tiers.guarded import GuardedTier
 from kvstore.tiers.refusals import PartDown
 
 PIECE_RECORDS_MAX = 4096
-"""Records per call: some milliseconds of the loop, which serves engines at the same time."""
+"""Records that a caller names in one call: some milliseconds of the loop, which serves engines at the same time."""
 
 _TIER_ANSWER_S = 2.0
 """Well before the deadline of a status, whose answer names the tier that has not answered."""
@@ -126,12 +126,7 @@ class StoreOperations(StorePart):
         return list(self._explainer.latest(tenant))
 
     async def memory_sizes(self, keys: Sequence[RecordKey], *, deadline: Deadline) -> list[int | None]:
-        """For each record its bytes in this node's memory; `None`: it is not there.
-
-        Raises:
-            InvalidRequest: More than `PIECE_RECORDS_MAX`.
-        """
-        _check_piece(len(keys))
+        """For each record its bytes in this node's memory; `None`: it is not there."""
         sizes: list[int | None] = []
         for start in range(0, len(keys), _PAUSE_RECORDS):
             sizes += await self._memory.head(keys[start : start + _PAUSE_RECORDS], deadline=deadline)
@@ -155,11 +150,7 @@ class StoreOperations(StorePart):
     async def forget(self, keys: Sequence[RecordKey]) -> int:
         """Drop records from this node's memory and its write-back queues; returns how many the memory had.
         A leased record stays readable until its lease ends.
-
-        Raises:
-            InvalidRequest: More than `PIECE_RECORDS_MAX`.
         """
-        _check_piece(len(keys))
         num_dropped = 0
         async for key in with_pauses(keys, _PAUSE_RECORDS):
             self._saver.forget(key)
@@ -170,10 +161,9 @@ class StoreOperations(StorePart):
         """Delete records from a slower tier. The caller has hidden them in the catalog, and reports the end to it.
 
         Raises:
-            InvalidRequest: More than `PIECE_RECORDS_MAX`, or there is no such tier.
+            InvalidRequest: There is no such tier.
             Unavailable: Some may be left.
         """
-        _check_piece(len(keys))
         await self._tier(level).delete_all(keys, deadline=deadline)
 
     async def tiers(self, *, deadline: Deadline) -> list[TierState]:
@@ -229,10 +219,9 @@ class StoreOperations(StorePart):
         """For each record its bytes in a slower tier; `None`: it is not there.
 
         Raises:
-            InvalidRequest: More than `PIECE_RECORDS_MAX`, or there is no such tier.
+            InvalidRequest: There is no such tier.
             Unavailable: The tier does not answer.
         """
-        _check_piece(len(keys))
         return await self._tier(level).head(keys, deadline=deadline)
 
     def quotas(self) -> dict[str, dict[str, int | None]]:
@@ -280,8 +269,3 @@ class StoreOperations(StorePart):
         if tier is None:
             raise InvalidRequest("this store has no such tier", level=level.name.lower())
         return tier
-
-
-def _check_piece(num: int) -> None:
-    if num > PIECE_RECORDS_MAX:
-        raise InvalidRequest(f"one piece of work is about at most {PIECE_RECORDS_MAX} records", seen=num)
