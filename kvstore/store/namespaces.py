@@ -188,11 +188,24 @@ async def read_description(
     Raises:
         Unavailable: A tier does not answer.
     """
+    manifest = await _read_manifest(namespace, tiers, deadline)
+    return _parsed(manifest, namespace) if manifest is not None else None
+
+
+async def _read_manifest(namespace: NamespaceId, tiers: Iterable[Tier | None], deadline: Deadline) -> bytes | None:
+    """The first readable manifest in a tier, or else one that cannot be read; `None`: there is none."""
+    unreadable: bytes | None = None
     for tier in tiers:
         manifest = await tier.get_manifest(namespace, deadline=deadline) if tier is not None else None
-        with suppress(CorruptRecord, UnsupportedFormat):
-            if manifest is not None:
-                return parse_manifest(manifest, namespace)
+        if manifest is not None and _parsed(manifest, namespace) is not None:
+            return manifest
+        unreadable = unreadable or manifest
+    return unreadable
+
+
+def _parsed(manifest: bytes, namespace: NamespaceId) -> NamespaceDescription | None:
+    with suppress(CorruptRecord, UnsupportedFormat):
+        return parse_manifest(manifest, namespace)
     return None
 
 
@@ -238,17 +251,15 @@ class Manifests(StorePart):
         return described
 
     async def find(self, namespace: NamespaceId, *, deadline: Deadline) -> bytes | None:
-        """The manifest of a namespace that is open here, or from a tier; `None`: there is none.
+        """The manifest of a namespace that is open here, or from a tier, a readable one if any has it; `None`: none.
 
         Raises:
             Unavailable: A tier that may have it does not answer.
         """
         opened = self._opened.get(namespace)
-        found = opened.manifest if opened is not None else None
-        for tier in (self._hot, self._cold):
-            if found is None and tier is not None:
-                found = await tier.get_manifest(namespace, deadline=deadline)
-        return found
+        if opened is not None:
+            return opened.manifest
+        return await _read_manifest(namespace, (self._hot, self._cold), deadline)
 
     async def check(self) -> None:
         """Write again what could not be written, and what the hot tier has lost."""

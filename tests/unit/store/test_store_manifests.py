@@ -78,6 +78,20 @@ async def test_what_nobody_has_open_comes_from_the_cold_tier() -> None:
     await recorder.aclose()
 
 
+async def test_a_damaged_manifest_hides_no_good_one() -> None:
+    """What the hot tier has cannot be read, and the cold tier has it whole: that one counts, for a namespace that is
+    not open here. Where no tier has it whole, it is there all the same: nothing of the namespace is an orphan.
+    """
+    hot, cold = slow_tier("redis"), slow_tier("s3")
+    store = TieredStore(MemoryTier(16 * MIB), hot, cold)
+    namespace, damaged = PROMPT.description.id, MANIFEST[:-1]
+    await hot.put_manifest(namespace, damaged, deadline=soon())
+    assert await store.operations.manifest(namespace, deadline=soon()) == damaged
+    await cold.put_manifest(namespace, MANIFEST, deadline=soon())
+    assert await store.operations.manifest(namespace, deadline=soon()) == MANIFEST
+    await store.aclose()
+
+
 async def test_a_manifest_that_could_not_be_written_is_written_later(caplog: pytest.LogCaptureFixture) -> None:
     """Both tiers are away when the namespace is opened, and counted; once they are back they get the manifest. The log
     has a line for each.
