@@ -9,11 +9,13 @@ import threading
 from collections.abc import AsyncIterator, Sequence
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from kvstore.catalog.base import Addition, LeaveReason, Leaving, Removal
 from kvstore.catalog.entry import Level
+from kvstore.catalog.local import LocalCatalog
 from kvstore.format.names import format_name
 from kvstore.model.keys import NamespaceId, PlainChain, RecordKey
 from kvstore.runtime.deadline import Deadline
@@ -112,6 +114,29 @@ async def test_a_running_job_is_cancelled(made: ServiceHarness, monkeypatch: pyt
         cancelled = (await client.delete(f"/v1/jobs/{job}")).json()
         assert cancelled["state"] == "cancelled" and cancelled["ended_s"] is not None
         assert (await client.delete(f"/v1/jobs/{job}")).json() == cancelled
+        entry = await made.catalog.get(prompt.namespace, prompt.boundary(128).prefix, deadline=soon())
+        assert entry is not None and not entry.leaving
+
+
+async def test_a_job_that_is_cancelled_while_it_hides_boundaries_shows_them_again(
+    made: ServiceHarness, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The catalog has hidden them and has yet to answer: else retention would delete them later."""
+    prompt, began, start = await made.save(prompt_of("a")), threading.Event(), LocalCatalog.start_leaving
+
+    async def hang(*args: Any, **more: Any) -> None:
+        await start(*args, **more)
+        began.set()
+        await asyncio.Event().wait()
+
+    monkeypatch.setattr(LocalCatalog, "start_leaving", hang)
+    async with made.client("red") as client:
+        body = {"namespace": prompt.namespace.hex()}
+        job = (await client.post("/v1/deletions?confirm=true", json=body)).json()["job"]
+        await asyncio.to_thread(began.wait)
+        entry = await made.catalog.get(prompt.namespace, prompt.boundary(128).prefix, deadline=soon())
+        assert entry is not None and entry.leaving
+        assert (await client.delete(f"/v1/jobs/{job}")).json()["state"] == "cancelled"
         entry = await made.catalog.get(prompt.namespace, prompt.boundary(128).prefix, deadline=soon())
         assert entry is not None and not entry.leaving
 

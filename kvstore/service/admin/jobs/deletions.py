@@ -17,7 +17,7 @@ import numpy as np
 from fastapi import APIRouter, Request
 from pydantic import BaseModel, ConfigDict, Field
 
-from kvstore.catalog.base import LeaveReason, Leaving, NamespaceTotals, Step
+from kvstore.catalog.base import Catalog, LeaveReason, Leaving, NamespaceTotals, Step
 from kvstore.catalog.entry import PINNED_AT, BoundaryEntry, Level
 from kvstore.catalog.families import Hashes, family_of, hashes_of
 from kvstore.errors import KVStoreError
@@ -254,12 +254,12 @@ async def delete_entries(
         ]
         if not leaving:
             continue
-        found = await catalog.start_leaving(leaving, level, deadline=context.soon())
-        hidden = [entry for entry in found if entry is not None]
         try:
+            found = await catalog.start_leaving(leaving, level, deadline=context.soon())
+            hidden = [entry for entry in found if entry is not None]
             await _delete_hidden(context, hidden, level)
-        except (KVStoreError, asyncio.CancelledError):
-            await asyncio.shield(_show_again(context, namespace, hidden, level))
+        except (KVStoreError, asyncio.CancelledError):  # of the first call too, which may have hidden some
+            await asyncio.shield(_show_again(context, catalog, leaving, level))
             raise
         gone = [(entry, LeaveReason.REMOVED) for entry in hidden]
         await catalog.finish_leaving(gone, level, deadline=context.soon())
@@ -273,12 +273,9 @@ async def _delete_hidden(context: AdminContext, hidden: Sequence[BoundaryEntry],
     )
 
 
-async def _show_again(
-    context: AdminContext, namespace: Namespace, hidden: Sequence[BoundaryEntry], level: Level
-) -> None:
+async def _show_again(context: AdminContext, catalog: Catalog, leaving: Sequence[Leaving], level: Level) -> None:
     """Make boundaries visible again. A record that is gone is found missing when it is read."""
-    catalog = namespace.catalog
-    stops = (catalog.stop_leaving(namespace.id, entry.prefix, level, deadline=context.soon()) for entry in hidden)
+    stops = (catalog.stop_leaving(one.namespace, one.prefix, level, deadline=context.soon()) for one in leaving)
     await asyncio.gather(*stops, return_exceptions=True)
 
 
