@@ -26,13 +26,21 @@ class HostMemoryBudget:
         pinned_bytes: All of it. Saves use half; the rest is for gaps between pages of different sizes.
         reason: Where that number comes from, in words.
         needed_bytes: The smallest `pinned_bytes` with which every page and state can be saved.
+        token_bytes: Of a token on a rank, all groups with pages together.
         audit_bytes: Beside `pinned_bytes`, for pages that audits compare. 0: this engine audits nothing.
     """
 
     pinned_bytes: int
     reason: str
     needed_bytes: int
+    token_bytes: int
     audit_bytes: int = 0
+
+    @property
+    def text(self) -> str:
+        """For the engine's log, always with the bytes of a token: from them users size `memory_bytes`."""
+        pinned, token = format_bytes(self.pinned_bytes), format_bytes(self.token_bytes)
+        return f"pinned_bytes is {pinned} for each rank: {self.reason}; a token takes {token} there"
 
     @property
     def fits_all(self) -> bool:
@@ -52,7 +60,8 @@ def host_memory_budget(settings: ConnectorSettings, facts: EngineFacts, shape: C
     if pinned is None:
         pinned, reason = _default(facts, shape, largest_bytes)
     audits = settings.audit_rate > 0 or facts.untested_release is not None
-    return HostMemoryBudget(pinned, reason, 2 * largest_bytes, pinned // _AUDIT_SHARE if audits else 0)
+    audit_bytes = pinned // _AUDIT_SHARE if audits else 0
+    return HostMemoryBudget(pinned, reason, 2 * largest_bytes, _token_bytes(shape), audit_bytes)
 
 
 def default_pinned_bytes(
@@ -97,13 +106,17 @@ def page_bytes(shape: CacheShape, group: GroupShape) -> int:
     return group.facts.rank_block_bytes * num_blocks
 
 
-def _default(facts: EngineFacts, shape: CacheShape, largest_bytes: int) -> tuple[int, str]:
+def _token_bytes(shape: CacheShape) -> int:
+    """Bytes of one token on a rank, in all groups that have pages. States are of no single token."""
     cells = [group.facts for group in shape.groups if not group.is_state]
-    token_bytes = sum(group.rank_block_bytes // group.block_tokens for group in cells)
+    return sum(group.rank_block_bytes // group.block_tokens for group in cells)
+
+
+def _default(facts: EngineFacts, shape: CacheShape, largest_bytes: int) -> tuple[int, str]:
     states_bytes = sum(group.facts.rank_block_bytes for group in shape.groups if group.is_state)
     return default_pinned_bytes(
         step_tokens=facts.step_tokens,
-        token_bytes=token_bytes,
+        token_bytes=_token_bytes(shape),
         states_bytes=states_bytes,
         largest_bytes=largest_bytes,
         on_gpu=facts.device != "cpu",

@@ -35,7 +35,6 @@ from kvstore.model.keys import NamespaceId
 from kvstore.model.prompt_hint import EndedPrompt, ends_of_pages
 from kvstore.runtime.clock import SYSTEM_CLOCK, Clock
 from kvstore.runtime.instruments import Instruments
-from kvstore.runtime.sizes import format_bytes
 
 _log = logging.getLogger("vllm.kvstore")  # below vLLM's logger, so that its handlers and levels apply
 
@@ -105,8 +104,7 @@ class SchedulerSide:
         # vLLM offers a state in the step that writes it, and frees a window's blocks after a few steps
         self._saves_at_once = any(group.is_state or may_lose_blocks(group.facts.kind) for group in shape.groups)
         if settings.saves:
-            budget = format_bytes(self.budget.pinned_bytes)
-            _log.info("kvstore: pinned_bytes is %s for each rank: %s", budget, self.budget.reason)
+            _log.info("kvstore: %s", self.budget.text)
         self.namespace = EngineNamespace(
             settings,
             facts,

@@ -48,6 +48,7 @@ _POLL_S_MIN, _POLL_S_MAX = 0.02, 0.5
 _DURATION = {"s": 1, "m": 60, "h": 3600, "d": 86_400, "w": 604_800}
 _LISTED_MAX = 1000
 _FROZEN = "it is frozen or very busy; check its process and its log, and do not start a second one beside it"
+_EMBEDDED_HAS_NONE = "a service of `embedded:` has none"
 
 
 class AdminClient:
@@ -132,6 +133,8 @@ class AdminClient:
             step = "check that `kvstore serve` runs there with this admin_listen"
             if isinstance(error, RemoteDisconnected):  # so does a TLS port
                 step += ", write https:// if that is at tls://"
+            else:
+                step += f", and its log for why it has none ({_EMBEDDED_HAS_NONE})"
             raise Unavailable(
                 f"no administration interface answers at {where} ({reason}): {step}, "
                 "or name another address with --admin-url or KVSTORE_ADMIN_LISTEN"
@@ -249,7 +252,9 @@ def _checked(url: str) -> str:
 def _url_of(settings: Settings) -> str:
     address = settings.admin_listen
     if address is None:
-        raise InvalidRequest("admin_listen is off: turn it on where the service runs, or name an --admin-url")
+        raise InvalidRequest(
+            f"admin_listen is off: turn it on where the service runs ({_EMBEDDED_HAS_NONE}), or name an --admin-url"
+        )
     return address.reachable.http_url
 
 

@@ -189,7 +189,7 @@ class OperatorRules:
                 "quotas would guarantee more than three quarters of what cold may hold: lower this or others",
                 field="guaranteed_bytes",
                 seen=guaranteed_bytes,
-                expected=self._guaranteed_max,
+                expected=f"at most {self._guaranteed_max}",
             )
 
     async def _write(self, name: list[str | None], value: dict[str, Any], deadline: Deadline) -> None:

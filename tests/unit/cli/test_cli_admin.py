@@ -294,7 +294,7 @@ async def test_requests_are_listed_by_their_whole_ids(made: ServiceHarness, run:
         (["rm", "0" * 32, "--salt-file", "/dev/null", "--yes"], 2, ["--salt-file: ", "the file is empty"]),
         (["quota", "--maximum", "1GiB"], 2, ["need a tenant"]),
         (["quota", "red", "--maximum", "much"], 2, ["maximum", "100GiB"]),
-        (["quota", "red", "--guaranteed", "1PiB"], 2, ["--guaranteed: ", "three quarters"]),
+        (["quota", "red", "--guaranteed", "1PiB"], 2, ["--guaranteed: ", "three quarters", "expected at most "]),
         (["quota", "red", "--maximum", "5"], 2, ["--maximum: expected a size with its unit", "5GiB"]),
         (["quota", "red", "--maximum", "0"], 2, ["--maximum: expected at least", "'0'"]),
         (["quota", "red", "--maximum", "1MiB", "--guaranteed", "2MiB"], 2, ["--maximum: expected", "2.0 MiB"]),
@@ -360,6 +360,15 @@ async def test_a_token_that_is_refused_is_told(
 def test_the_path_of_an_address_is_kept(typed: str, url: str) -> None:
     """A proxy may serve the interface under one."""
     assert admin_client(Settings(), "", 1.0, url=typed).url == url
+
+
+async def test_where_no_interface_is(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A service without the packages says so in its log alone, and an embedded one never has an interface."""
+    code, _, err = await run("ls", "--admin-url", free_address())
+    assert code == 1 and "its log for why it has none" in err and "`embedded:` has none" in err
+    monkeypatch.setenv("KVSTORE_ADMIN_LISTEN", "off")
+    code, _, err = await run("ls")
+    assert code == 2 and "admin_listen is off" in err and "`embedded:` has none" in err
 
 
 async def test_a_service_behind_tls_is_asked(tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:

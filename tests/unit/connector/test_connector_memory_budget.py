@@ -59,6 +59,12 @@ def test_twice_what_a_step_makes() -> None:
     assert made.fits_all
 
 
+@pytest.mark.parametrize("changes", [{}, {"step_tokens": 512}, {"device": "cuda"}, {"pinned_bytes": GIB}])
+def test_the_log_has_the_bytes_of_a_token(changes: dict[str, Any]) -> None:
+    """The quick start sizes `memory_bytes` by it, whatever decided: a step, the least, a GPU's limit, the user."""
+    assert room(**changes).text.endswith("; a token takes 64KiB there")
+
+
 @pytest.mark.parametrize(
     ("changes", "pinned_bytes", "reason"),
     [
