@@ -100,7 +100,7 @@ class Hits:
             return None
         state.note_lookup()
         if answer.resume_tokens <= local_tokens:
-            if answer.resume_tokens:
+            if answer.resume_tokens or local_tokens >= state.cap_tokens:
                 return self._held_by_engine(state)
             return self._miss(state, "nothing_stored", detail=silent_tiers(answer), by_lookup=True)
         if self._follows(state, answer.resume_tokens):

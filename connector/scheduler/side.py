@@ -192,6 +192,7 @@ class SchedulerSide:
             return 0
         if self._saves_at_once and self._awaits_hash(state) and self.hits.lookups.may_wait(state):
             return None  # what is computed before the hash is known could not be saved
+        state.local_tokens, state.cap_tokens = local_tokens, self.hits.lookups.cap_tokens(state.prompt)
         if (reason := self._why_no_lookup(state)) is not None:
             self.hits.outcomes.report(state, reason[0], detail=reason[1])
             return 0

@@ -82,6 +82,14 @@ def test_held_by_the_engine(at: SchedulerHarness) -> None:
     assert (told["result"], told["reason"], told["local_tokens"]) == ("local", "held_by_engine", 160)
 
 
+def test_held_by_the_engine_alone(at: SchedulerHarness) -> None:
+    """As after a restart of the service without its pages: all that can be resumed is there, so nothing was missed."""
+    at.new("a", 170)
+    assert at.ask("a", 160) == 0
+    told = explained(at, "a")
+    assert (told["result"], told["reason"], told["resume_tokens"]) == ("local", "held_by_engine", told["cap_tokens"])
+
+
 @pytest.mark.parametrize(
     ("settings", "prompt", "reason"),
     [
@@ -91,12 +99,14 @@ def test_held_by_the_engine(at: SchedulerHarness) -> None:
     ],
 )
 def test_never_looked_up(tmp_path: Path, settings: dict[str, Any], prompt: dict[str, Any], reason: str) -> None:
-    """What is stored does not matter then, and is not looked into."""
+    """What is stored does not matter then, and is not looked into. What the engine has itself counts all the same."""
     with harness(tmp_path, **settings) as at:
         at.new("a", 170, **prompt)
-        assert at.ask("a") == 0
+        assert at.ask("a", 128) == 0
         told = explained(at, "a")
         assert (told["reason"], told["namespace"], told["stopped_at_tokens"]) == (reason, "", None)
+        assert (told["result"], told["local_tokens"], told["resume_tokens"]) == ("miss", 128, 128)
+        assert told["cap_tokens"] >= 128, "more than could be resumed was not resumed"
 
 
 def test_a_short_prompt(at: SchedulerHarness) -> None:
@@ -120,8 +130,9 @@ def test_an_engine_that_is_not_ready(tmp_path: Path) -> None:
     """The namespace does not open in time."""
     with unready_harness(tmp_path, lookup_timeout_ms=50) as at:
         at.new("a", 170)
-        assert at.ask("a") == 0
+        assert at.ask("a", 128) == 0
         told = explained(at, "a")
+        assert told["local_tokens"] == 128
         assert told["reason"] == "not_ready" and told["detail"] == {"because": "the namespace is being opened"}
 
 
