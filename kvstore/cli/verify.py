@@ -115,7 +115,7 @@ def _location(store: StoreInUse, name: str) -> HotLocation | ColdLocation:
     location = location_of(store, name)
     if isinstance(location, NoTier):
         if store.service:
-            raise InvalidRequest(f"the service at {store.service} has no such tier: {name}")
+            raise InvalidRequest(f"there is nothing to verify: {name} of the service at {store.service} is memory:")
         step = f"set KVSTORE_{name.upper()}, or name the service's settings file with --config"
         raise InvalidRequest(f"the settings here name no such tier: {name}. Start the service, or {step}")
     return location

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import queue
 import socket
@@ -313,6 +314,12 @@ def _open(socket: zmq.Socket[bytes], endpoint: str, field: str, *, must_bind: bo
         else:
             socket.connect(endpoint)
     except zmq.ZMQError as error:
+        if error.errno == errno.EADDRINUSE:
+            raise InvalidRequest(
+                "another process listens there, as vLLM's own publisher does at tcp://*:5557: name a free port",
+                field=field,
+                seen=endpoint,
+            ) from error
         raise InvalidRequest(
             f"expected an address that can be used, like tcp://*:5557: {error}", field=field, seen=endpoint
         ) from error

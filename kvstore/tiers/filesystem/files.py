@@ -412,7 +412,8 @@ def _lock(path: Path) -> int:
     try:
         if not try_lock(fd):
             raise Unavailable(
-                "another process has this directory open: end it, or give this service a directory of its own",
+                "another process has this directory open: end it (one of `embedded:` ends by itself some seconds after "
+                "its last engine), or name another directory",
                 path=path.parent,
             )
     except BaseException:

@@ -133,7 +133,7 @@ async def test_pins_protect_until_they_end(made: ServiceHarness) -> None:
         assert detail["pinned_until_s"] == again["pinned_until_s"]
         for tokens in (64, 128):
             answer = await client.delete(f"/v1/prefixes/{namespace}/{prefixes[tokens]}?confirm=true")
-            assert answer.status_code == 409
+            assert answer.status_code == 409 and "`kvstore unpin`" in answer.json()["detail"]
         assert (await client.delete(f"/v1/prefixes/{namespace}/{prefixes[336]}?confirm=true")).status_code == 200
         deleted = (await client.delete(f"/v1/namespaces/{namespace}?confirm=true")).json()
         assert (deleted["num_pinned"], deleted["by_tier"]["filesystem"]["num_boundaries"]) == (2, 3)

@@ -14,13 +14,15 @@ from typing import Any, cast
 import pytest
 import typer
 
-from kvstore.cli import admin
+from kvstore.cli import admin, verify
 from kvstore.cli.main import main
 from kvstore.cli.printing import amounts_text, detail_text
 from kvstore.cli.verbs import VERBS, app
+from kvstore.doctor.store_in_use import StoreInUse
 from kvstore.errors import Unavailable, next_step
 from kvstore.runtime.sizes import counted
 from kvstore.settings import Settings
+from kvstore.tiers.locations import NoTier
 from kvstore.wire.address import parse_address
 from tests.unit.admin.service_harness import open_service, prompt_of
 
@@ -238,6 +240,16 @@ def test_a_job_whose_service_goes_away_is_named() -> None:
 
     with pytest.raises(Unavailable, match="check that it runs; `kvstore jobs 5f0c6b1d2e7a4819` shows later"):
         admin.run_job(cast(admin.AdminClient, Away()), "gc", query={}, quiet=True)
+
+
+def test_verify_where_the_service_keeps_no_records(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The user typed no name of a tier, so the setting that decided is named."""
+    store = StoreInUse(Settings(cold=NoTier()), service="unix:/run/s", found="given as --url")
+    monkeypatch.setattr(verify, "store_in_use", lambda *_: store)
+    assert main(["verify"]) == 2
+    assert "there is nothing to verify: cold of the service at unix:/run/s is memory:" in capsys.readouterr().err
 
 
 def test_every_input_of_the_interface_is_named_as_it_is_typed() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import struct
 import threading
 import time
@@ -176,6 +177,16 @@ def test_an_address_that_cannot_be_used_is_named(tmp_path: Path) -> None:
     for fields in (("nowhere",), (f"ipc://{tmp_path}/e", "nowhere")):
         with pytest.raises(InvalidRequest, match="events_"):
             EventPublisher(*fields)
+
+
+def test_a_port_in_use() -> None:
+    """Its user sees whose port that is by default, since an engine beside the service may have a publisher too."""
+    with socket.socket() as other:
+        other.bind(("0.0.0.0", 0))
+        other.listen()
+        endpoint = f"tcp://*:{other.getsockname()[1]}"
+        with pytest.raises(InvalidRequest, match="another process listens there, as vLLM's own publisher"):
+            EventPublisher(endpoint)
 
 
 def turns_of(thread: threading.Thread) -> int:

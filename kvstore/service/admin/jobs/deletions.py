@@ -127,7 +127,7 @@ async def delete_boundary(context: AdminContext, namespace: Namespace, prefix: P
     if entry is not None:
         async with context.scans.turn(who_asks()):
             if prefix in await _pins_soon(context, namespace):
-                detail = "a pin on this boundary, or on a later one, protects it: delete that pin first"
+                detail = "a pin on this boundary, or on a later one, protects it: end it first (`kvstore unpin`)"
                 raise Refused(409, detail, field="prefix", seen=prefix.hex())
         deleted.count_entry(entry, names)
     if confirm:
