@@ -5,11 +5,16 @@ from __future__ import annotations
 import ast
 import json
 import re
+from pathlib import Path
+
+import pytest
 
 from connector.metrics import COUNTERS as ENGINE_COUNTERS
 from connector.metrics import GAUGES as ENGINE_GAUGES
 from connector.metrics import TIMES as ENGINE_TIMES
+from kvstore.errors import InvalidRequest
 from kvstore.service.admin.app import make_routes
+from kvstore.service.authentication import read_credentials
 from kvstore.service.metrics import COUNTERS, GAUGES, OWN_GAUGES, render
 from tests.architecture.sources import ROOT, files, tree
 
@@ -25,6 +30,15 @@ def test_every_reference_leads_somewhere() -> None:
     schemas = description["components"]["schemas"]
     named = set(re.findall(r'"\$ref": "([^"]*)"', json.dumps(description)))
     assert named <= {f"#/components/schemas/{name}" for name in schemas}
+
+
+def test_no_example_of_credentials_admits_anybody(tmp_path: Path) -> None:
+    """Copied as they are, they are refused: a digest in them admitted whoever knows its token."""
+    for page in ("admin", "vllm"):
+        for example in re.findall(r"```toml\n(\[\[credential\]\].*?)```", (ROOT / f"docs/{page}.md").read_text(), re.S):
+            (tmp_path / "credentials.toml").write_text(example)
+            with pytest.raises(InvalidRequest, match="token_sha256"):
+                read_credentials(tmp_path / "credentials.toml")
 
 
 def test_every_answer_and_body_has_an_example() -> None:
