@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from enum import Enum
 from pathlib import Path
 from typing import Annotated
@@ -28,6 +28,7 @@ from kvstore.service.hidden_secrets import secrets_of
 from kvstore.settings import TOKEN_VARIABLE, load_settings
 
 UNHEALTHY = 1
+_URL_VARIABLE = "KVSTORE_CONNECTOR_URL"
 
 _STYLES = {Verdict.OK: "green", Verdict.WARNING: "yellow", Verdict.FAILED: "bold red", Verdict.SKIPPED: "dim"}
 
@@ -45,7 +46,7 @@ def doctor(  # noqa: PLR0917 - typer makes flags of them
     url: Annotated[
         str,
         typer.Option(
-            envvar="KVSTORE_CONNECTOR_URL",
+            envvar=_URL_VARIABLE,
             help="The url of engines: unix:/path, tcp://..., tls://... or embedded:. Default: as the settings say.",
         ),
     ] = "",
@@ -74,10 +75,12 @@ def doctor(  # noqa: PLR0917 - typer makes flags of them
     Exit status: 0 nothing failed (there may be warnings), 1 something failed, 2 a wrong call.
     """
     local = load_settings({}, config=config)
+    given = _URL_VARIABLE if url and os.getenv(_URL_VARIABLE) == url else "--url"
     if url not in ("", EMBEDDED, NO_SERVICE):
-        parsed_address(url, NO_SERVICE)
+        parsed_address(url, NO_SERVICE, given=given)
     try:
         store = store_in_use(url, token_file, config, min(timeout_s, ALIVE_S))
+        store = replace(store, found=f"given as {given}") if url and store.found else store
     except KVStoreError:  # the check of the service reports why
         store = StoreInUse(local)
     settings = store.settings

@@ -92,16 +92,19 @@ def connected(
         raise Unavailable(f"{message} ({where}): {step}") from error
 
 
-def parsed_address(address: str, *also: str) -> Address:
-    """An address, which is wrong only if it was given as --url.
+def parsed_address(address: str, *also: str, given: str = "--url") -> Address:
+    """An address, which is wrong only if the user gave it.
 
     Args:
         also: What else may be given there.
+        given: How it was given.
     """
     try:
         return parse_address(address)
     except InvalidRequest as error:
-        raise InvalidRequest(f"--url: {error.message}, or {' or '.join((EMBEDDED, *also))}", **error.details) from error
+        raise InvalidRequest(
+            f"{given}: {error.message}, or {' or '.join((EMBEDDED, *also))}", **error.details
+        ) from error
 
 
 def _open(address: str, token: str, settings: Settings, verb: str, timeout_s: float) -> BlockingStore:

@@ -13,15 +13,17 @@ from pathlib import Path
 
 import pytest
 
+from kvstore.cli import doctor
 from kvstore.cli.main import main
 from kvstore.doctor import directory
 from kvstore.doctor.check import Check, Criterion, Finding, Verdict, run_checks, without
 from kvstore.doctor.namespaces import namespaces_check
+from kvstore.doctor.store_in_use import StoreInUse
 from kvstore.errors import Unavailable
 from kvstore.format.manifest import pack_manifest
 from kvstore.format.names import manifest_name
 from kvstore.runtime.deadline import Deadline
-from kvstore.settings import settings_from
+from kvstore.settings import Settings, settings_from
 from kvstore.testing.prompts import ATTENTION, describe
 
 FIX = "start it again"
@@ -125,6 +127,22 @@ def unset(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
             monkeypatch.delenv(name)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setenv("KVSTORE_ADMIN_LISTEN", "off")  # others may run a service here
+
+
+@pytest.mark.usefixtures("unset")
+def test_an_address_of_the_environment_is_not_said_to_be_typed(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The user who must correct it, or sees which service was asked, reads where it stands."""
+    monkeypatch.setenv("KVSTORE_CONNECTOR_URL", "embeded:")
+    assert main(["doctor"]) == 2
+    assert "KVSTORE_CONNECTOR_URL: an address is unix:/path" in capsys.readouterr().err
+    address = "unix:/nonexistent/socket"
+    monkeypatch.setenv("KVSTORE_CONNECTOR_URL", address)
+    store = StoreInUse(Settings(), service=address, found="given as --url")
+    monkeypatch.setattr(doctor, "store_in_use", lambda *_: store)
+    assert main(["doctor", "--json"]) == 1
+    assert json.loads(capsys.readouterr().out)["store"]["found"] == "given as KVSTORE_CONNECTOR_URL"
 
 
 @pytest.mark.usefixtures("unset")
