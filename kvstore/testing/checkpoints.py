@@ -333,12 +333,12 @@ def _write(checkpoint: Checkpoint, folder: Path) -> None:
     generator = torch.Generator().manual_seed(_SEED)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            parameter.copy_(_draw(name, parameter.shape, checkpoint, generator))
+            parameter.copy_(draw(name, parameter.shape, checkpoint, generator))
     model.to(getattr(torch, checkpoint.dtype)).save_pretrained(folder)
     (folder / "config.json").write_text(text)  # as written above: the library adds fields of its own
 
 
-def _draw(name: str, shape: torch.Size, checkpoint: Checkpoint, generator: torch.Generator) -> torch.Tensor:
+def draw(name: str, shape: torch.Size, checkpoint: Checkpoint, generator: torch.Generator) -> torch.Tensor:
     """One weight, scaled so that every token of the prompt still shows in the output after all layers."""
     import torch
 

@@ -10,6 +10,9 @@ import time
 import traceback
 from typing import IO, Any
 
+import numpy as np
+
+from kvstore.testing.engine.spec import SOUND_RATE
 from kvstore.testing.forking import tie_to_parent
 
 
@@ -100,11 +103,14 @@ def generate(llm: Any, requests: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def prompt_of(request: dict[str, Any]) -> dict[str, Any]:
-    if request["embeddings"] is None:
-        return {"prompt_token_ids": request["prompt"]}
-    import torch
+    if request["embeddings"] is not None:
+        import torch
 
-    return {"prompt_embeds": torch.load(request["embeddings"], weights_only=True)}
+        return {"prompt_embeds": torch.load(request["embeddings"], weights_only=True)}
+    prompt: dict[str, Any] = {"prompt_token_ids": request["prompt"]}
+    if request["sounds"]:
+        prompt["multi_modal_data"] = {"audio": [(np.load(file), SOUND_RATE) for file in request["sounds"]]}
+    return prompt
 
 
 def adapter_of(request: dict[str, Any]) -> Any:

@@ -11,6 +11,8 @@ from typing import Any, Literal
 
 import numpy as np
 
+SOUND_RATE = 16_000
+"""Samples a second."""
 _TRITON_ON_CPU = Path(__file__).parent / "triton_on_cpu"
 
 
@@ -140,6 +142,7 @@ class Request:
         kv_transfer_params: For the connectors.
         adapter: Name, number and folder of a LoRA adapter.
         embeddings: File with a tensor of embeddings that are given instead of the prompt's ids.
+        sounds: NumPy files with sounds of `SOUND_RATE` samples a second, in the order of their places in the prompt.
         prompt_logprobs: How many of the most likely tokens to compute for each token of the prompt; not reported.
     """
 
@@ -150,6 +153,7 @@ class Request:
     kv_transfer_params: Mapping[str, Any] | None = None
     adapter: tuple[str, int, str] | None = None
     embeddings: str | None = None
+    sounds: tuple[str, ...] = ()
     prompt_logprobs: int | None = None
 
     def as_json(self) -> dict[str, Any]:
