@@ -36,22 +36,23 @@ class CataloguedTier(TierWrapper):
         self._level = level
         self._recorder = recorder
         self._gate = budget_gate
-        self._bad: set[RecordKey] = set()  # just quarantined by a read that has yet to report it
+        self._bad: set[RecordKey] = set()  # just quarantined, by a call that has yet to report it
 
     async def get(
         self, key: RecordKey, *, deadline: Deadline, allocate: Callable[[int], memoryview] | None = None
     ) -> Record | None:
         """As `Tier.get`; reports to the catalog when the record is not there, or was just quarantined."""
-        self._bad.discard(key)
-        record = await self.inner.get(key, deadline=deadline, allocate=allocate)
-        if record is not None:
-            return record
-        (size,) = await self.inner.head([key], deadline=deadline)
-        if size is not None:
-            return None
-        reason = LeaveReason.CORRUPT if key in self._bad else LeaveReason.LOST
-        self._bad.discard(key)
-        return await self._report_removal(key, reason, None, deadline, allocate)
+        try:
+            record = await self.inner.get(key, deadline=deadline, allocate=allocate)
+            if record is not None:
+                return record
+            (size,) = await self.inner.head([key], deadline=deadline)
+            if size is not None:
+                return None
+            reason = LeaveReason.CORRUPT if key in self._bad else LeaveReason.LOST
+            return await self._report_removal(key, reason, None, deadline, allocate)
+        finally:
+            self._bad.discard(key)  # not before: another read that misses it may report it first
 
     async def _report_removal(
         self,
@@ -129,10 +130,12 @@ class CataloguedTier(TierWrapper):
 
     async def quarantine(self, key: RecordKey, reason: str, *, seen: Record | None = None, deadline: Deadline) -> bool:
         (size,) = await self.inner.head([key], deadline=deadline)
-        is_quarantined = await self.inner.quarantine(key, reason, seen=seen, deadline=deadline)
-        self._bad.discard(key)
-        if is_quarantined:
-            await self._report_removal(key, LeaveReason.CORRUPT, size or None, deadline)
+        try:
+            is_quarantined = await self.inner.quarantine(key, reason, seen=seen, deadline=deadline)
+            if is_quarantined:
+                await self._report_removal(key, LeaveReason.CORRUPT, size or None, deadline)
+        finally:
+            self._bad.discard(key)
         return is_quarantined
 
     def _inner_quarantined(self, key: RecordKey, reason: str) -> None:

@@ -53,6 +53,55 @@ async def test_a_lost_record_is_not_called_corrupt_for_another_one(recorder: Rec
     assert (tombstone.slice, tombstone.reason) == (lost.slice, LeaveReason.LOST)
 
 
+async def test_a_record_that_two_reads_miss_together_is_called_corrupt(recorder: Recorder) -> None:
+    """One of them quarantines it, and has yet to report that when another one begins and ends."""
+    inner, prompt = MemoryTier(16 << 20, name="cold"), Prompt(ATTENTION, "a", 64)
+    tier = CataloguedTier(inner, Level.COLD, recorder)
+    recorder.register(prompt.namespace, prompt.layout, "")
+    record = prompt.records()[0]
+    await tier.put(record, deadline=soon())
+    get, goes_on, is_first = inner.get, asyncio.Event(), True
+
+    async def quarantines(key, **more):  # type: ignore[no-untyped-def]
+        nonlocal is_first
+        if is_first:
+            is_first = False
+            assert await inner.quarantine(key, "bad", deadline=soon())
+            await goes_on.wait()
+        else:
+            goes_on.set()
+        return await get(key, **more)
+
+    inner.get = quarantines  # type: ignore[method-assign]
+    assert await asyncio.gather(*(tier.get(record.key, deadline=soon()) for _ in range(2))) == [None, None]
+    tombstones = await recorder.catalog.tombstones(limit=10, deadline=soon())
+    assert [one.reason for one in tombstones] == [LeaveReason.CORRUPT]
+
+
+async def test_what_was_quarantined_before_is_not_why_a_record_is_gone(recorder: Recorder) -> None:
+    """A read that failed after it had quarantined the record leaves nothing behind."""
+    inner, prompt = MemoryTier(16 << 20, name="cold"), Prompt(ATTENTION, "a", 64)
+    tier = CataloguedTier(inner, Level.COLD, recorder)
+    recorder.register(prompt.namespace, prompt.layout, "")
+    record = prompt.records()[0]
+    await tier.put(record, deadline=soon())
+    get = inner.get
+
+    async def fails(key, **_):  # type: ignore[no-untyped-def]
+        assert await inner.quarantine(key, "bad", deadline=soon())
+        raise Unavailable("not now")
+
+    inner.get = fails  # type: ignore[method-assign]
+    with pytest.raises(Unavailable):
+        await tier.get(record.key, deadline=soon())
+    inner.get = get  # type: ignore[method-assign]
+    assert not vars(tier)["_bad"]
+    await inner.put(record, deadline=soon())
+    assert await inner.delete(record.key, deadline=soon())
+    assert await tier.get(record.key, deadline=soon()) is None
+    assert [one.reason for one in await recorder.catalog.tombstones(limit=10, deadline=soon())] == [LeaveReason.LOST]
+
+
 @pytest.mark.parametrize("is_away", [False, True])
 async def test_a_refused_change_is_not_forgotten_at_the_end(
     recorder: Recorder, monkeypatch: pytest.MonkeyPatch, is_away: bool
