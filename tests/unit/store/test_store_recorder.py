@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from pathlib import Path
 from unittest.mock import AsyncMock
 
@@ -13,6 +13,8 @@ from kvstore.catalog.base import LeaveReason, Leaving
 from kvstore.catalog.entry import Level
 from kvstore.catalog.sqlite.catalog import SqliteCatalog
 from kvstore.errors import Unavailable
+from kvstore.format.record import Record
+from kvstore.model.keys import RecordKey
 from kvstore.runtime.deadline import Deadline
 from kvstore.runtime.instruments import Instruments
 from kvstore.store.catalogued_tier import CataloguedTier
@@ -32,37 +34,55 @@ async def recorder(tmp_path: Path) -> AsyncIterator[Recorder]:
     await catalog.aclose()
 
 
-async def test_a_lost_record_is_not_called_corrupt_for_another_one(recorder: Recorder) -> None:
-    """While a tier looks for a record that it has lost, another one is found bad and quarantined."""
-    inner, prompt = MemoryTier(16 << 20, name="cold"), Prompt(ATTENTION, "a", 64)
+class Watched(MemoryTier):
+    """Calls `before_get` before each read."""
+
+    before_get: Callable[[RecordKey], Awaitable[None]] | None = None
+
+    async def get(
+        self, key: RecordKey, *, deadline: Deadline, allocate: Callable[[int], memoryview] | None = None
+    ) -> Record | None:
+        if self.before_get is not None:
+            await self.before_get(key)
+        return await super().get(key, deadline=deadline, allocate=allocate)
+
+
+async def catalogued(recorder: Recorder) -> tuple[CataloguedTier, Watched, Sequence[Record]]:
+    """A tier that reports to the catalog, the one inside it, and the records that it holds."""
+    inner, prompt = Watched(16 << 20, name="cold"), Prompt(ATTENTION, "a", 64)
     tier = CataloguedTier(inner, Level.COLD, recorder)
     recorder.register(prompt.namespace, prompt.layout, "")
     for record in prompt.records():
         await tier.put(record, deadline=soon())
-    lost, bad = (record.key for record in prompt.records()[:2])
+    return tier, inner, prompt.records()
+
+
+async def reported(recorder: Recorder) -> list[tuple[int, LeaveReason]]:
+    """The slices that left, and why."""
+    found = await recorder.catalog.tombstones(limit=10, deadline=soon())
+    return [(one.slice, one.reason) for one in found]
+
+
+async def test_a_lost_record_is_not_called_corrupt_for_another_one(recorder: Recorder) -> None:
+    """While a tier looks for a record that it has lost, another one is found bad and quarantined."""
+    tier, inner, records = await catalogued(recorder)
+    lost, bad = records[0].key, records[1].key
     assert await inner.delete(lost, deadline=soon())
-    get = inner.get
 
-    async def quarantines_another(key, **more):  # type: ignore[no-untyped-def]
+    async def quarantine_another(_: RecordKey) -> None:
         assert await inner.quarantine(bad, "bad", deadline=soon())
-        return await get(key, **more)
 
-    inner.get = quarantines_another  # type: ignore[method-assign]
+    inner.before_get = quarantine_another
     assert await tier.get(lost, deadline=soon()) is None
-    (tombstone,) = await recorder.catalog.tombstones(limit=10, deadline=soon())
-    assert (tombstone.slice, tombstone.reason) == (lost.slice, LeaveReason.LOST)
+    assert await reported(recorder) == [(lost.slice, LeaveReason.LOST)]
 
 
 async def test_a_record_that_two_reads_miss_together_is_called_corrupt(recorder: Recorder) -> None:
     """One of them quarantines it, and has yet to report that when another one begins and ends."""
-    inner, prompt = MemoryTier(16 << 20, name="cold"), Prompt(ATTENTION, "a", 64)
-    tier = CataloguedTier(inner, Level.COLD, recorder)
-    recorder.register(prompt.namespace, prompt.layout, "")
-    record = prompt.records()[0]
-    await tier.put(record, deadline=soon())
-    get, goes_on, is_first = inner.get, asyncio.Event(), True
+    tier, inner, records = await catalogued(recorder)
+    goes_on, is_first = asyncio.Event(), True
 
-    async def quarantines(key, **more):  # type: ignore[no-untyped-def]
+    async def quarantine(key: RecordKey) -> None:
         nonlocal is_first
         if is_first:
             is_first = False
@@ -70,36 +90,31 @@ async def test_a_record_that_two_reads_miss_together_is_called_corrupt(recorder:
             await goes_on.wait()
         else:
             goes_on.set()
-        return await get(key, **more)
 
-    inner.get = quarantines  # type: ignore[method-assign]
-    assert await asyncio.gather(*(tier.get(record.key, deadline=soon()) for _ in range(2))) == [None, None]
-    tombstones = await recorder.catalog.tombstones(limit=10, deadline=soon())
-    assert [one.reason for one in tombstones] == [LeaveReason.CORRUPT]
+    inner.before_get = quarantine
+    key = records[0].key
+    assert await asyncio.gather(*(tier.get(key, deadline=soon()) for _ in range(2))) == [None, None]
+    assert await reported(recorder) == [(key.slice, LeaveReason.CORRUPT)]
 
 
 async def test_what_was_quarantined_before_is_not_why_a_record_is_gone(recorder: Recorder) -> None:
     """A read that failed after it had quarantined the record leaves nothing behind."""
-    inner, prompt = MemoryTier(16 << 20, name="cold"), Prompt(ATTENTION, "a", 64)
-    tier = CataloguedTier(inner, Level.COLD, recorder)
-    recorder.register(prompt.namespace, prompt.layout, "")
-    record = prompt.records()[0]
-    await tier.put(record, deadline=soon())
-    get = inner.get
+    tier, inner, records = await catalogued(recorder)
 
-    async def fails(key, **_):  # type: ignore[no-untyped-def]
+    async def fail(key: RecordKey) -> None:
         assert await inner.quarantine(key, "bad", deadline=soon())
         raise Unavailable("not now")
 
-    inner.get = fails  # type: ignore[method-assign]
+    inner.before_get = fail
+    key = records[0].key
     with pytest.raises(Unavailable):
-        await tier.get(record.key, deadline=soon())
-    inner.get = get  # type: ignore[method-assign]
+        await tier.get(key, deadline=soon())
+    inner.before_get = None
     assert not vars(tier)["_bad"]
-    await inner.put(record, deadline=soon())
-    assert await inner.delete(record.key, deadline=soon())
-    assert await tier.get(record.key, deadline=soon()) is None
-    assert [one.reason for one in await recorder.catalog.tombstones(limit=10, deadline=soon())] == [LeaveReason.LOST]
+    await inner.put(records[0], deadline=soon())
+    assert await inner.delete(key, deadline=soon())
+    assert await tier.get(key, deadline=soon()) is None
+    assert await reported(recorder) == [(key.slice, LeaveReason.LOST)]
 
 
 @pytest.mark.parametrize("is_away", [False, True])
