@@ -10,7 +10,7 @@ import fcntl
 import json
 import math
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -305,16 +305,22 @@ def write_checkpoint(kind: str, parent: Path) -> Path:
         KeyError: There is no such kind.
     """
     checkpoint = CHECKPOINTS[kind]
-    made = {"version": _LAYOUT_VERSION, "config": checkpoint.full_config()}
-    target = parent / kind
-    parent.mkdir(parents=True, exist_ok=True)
-    with (parent / f"{kind}.lock").open("w") as lock:
+    return keep(parent / kind, checkpoint.full_config(), lambda folder: _write(checkpoint, folder))
+
+
+def keep(target: Path, config: Mapping[str, Any], write: Callable[[Path], None]) -> Path:
+    """Have a checkpoint written into the folder `target`, or keep one with this config; returns the folder. Several
+    processes may ask for one at once.
+    """
+    made = {"version": _LAYOUT_VERSION, "config": config}
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with target.with_suffix(".lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if (target / _MADE).exists() and json.loads((target / _MADE).read_text()) == made:
             return target
         shutil.rmtree(target, ignore_errors=True)
         target.mkdir()
-        _write(checkpoint, target)
+        write(target)
         (target / _MADE).write_text(json.dumps(made))
     return target
 

@@ -4,7 +4,6 @@ its environment here lacks.
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import signal
@@ -14,7 +13,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from kvstore.testing.checkpoints import VOCABULARY, Checkpoint, draw
+from kvstore.testing.checkpoints import VOCABULARY, Checkpoint, draw, keep
 from kvstore.testing.engine import Request, seeded_prompt
 from kvstore.testing.engine.spec import SOUND_RATE
 
@@ -95,13 +94,12 @@ def answer_across_a_loss(llm: Any, request: dict[str, Any], service_pid: int) ->
 
 def write_hearing_checkpoint(parent: Path) -> Path:
     """Write the checkpoint into its folder under `parent`, or keep the one that is there; returns the folder."""
-    folder = parent / "qwen2audio"
-    parent.mkdir(parents=True, exist_ok=True)
-    with (parent / "qwen2audio.lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        if not (folder / "chat_template.jinja").exists():
-            _write(folder)
-    return folder
+    return keep(parent / "qwen2audio", _config(), _write)
+
+
+def _config() -> dict[str, Any]:
+    text = {"model_type": "qwen2", "num_hidden_layers": 4, "num_attention_heads": 8, "num_key_value_heads": 4}
+    return {**_CHECKPOINT.full_config(), "text_config": {**_CHECKPOINT.shared, **text, "rope_theta": 1e6}}
 
 
 def _write(folder: Path) -> None:
@@ -109,10 +107,7 @@ def _write(folder: Path) -> None:
     from safetensors.torch import save_file
     from transformers import AutoConfig, Qwen2AudioForConditionalGeneration
 
-    folder.mkdir(exist_ok=True)
-    text = {"model_type": "qwen2", "num_hidden_layers": 4, "num_attention_heads": 8, "num_key_value_heads": 4}
-    config = {**_CHECKPOINT.full_config(), "text_config": {**_CHECKPOINT.shared, **text, "rope_theta": 1e6}}
-    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "config.json").write_text(json.dumps(_config()))
     with torch.device("meta"):
         model = Qwen2AudioForConditionalGeneration(AutoConfig.from_pretrained(folder))
     generator, weights = torch.Generator().manual_seed(7), {}
