@@ -18,8 +18,9 @@ from kvstore.catalog.entry import Level
 from kvstore.catalog.local import LocalCatalog
 from kvstore.format.names import format_name
 from kvstore.model.keys import NamespaceId, PlainChain, RecordKey
+from kvstore.runtime.clock import SYSTEM_CLOCK
 from kvstore.runtime.deadline import Deadline
-from kvstore.service.admin.jobs import gc
+from kvstore.service.admin.jobs import deletions, gc
 from kvstore.service.admin.jobs.board import JobBoard
 from kvstore.service.admin.jobs.job import Job, JobKind
 from kvstore.service.admin.problems import Refused
@@ -62,6 +63,33 @@ async def test_a_boundary_is_deleted_with_its_descendants(
         assert (
             f"job={done['job']} kind=deletion state=done dry_run=False done=4 unit=boundaries who='red/" in caplog.text
         )
+
+
+@pytest.mark.parametrize("is_alone", [False, True])
+async def test_a_boundary_that_is_pinned_during_its_deletion(
+    made: ServiceHarness, monkeypatch: pytest.MonkeyPatch, *, is_alone: bool
+) -> None:
+    """After the pins were read: it stays, counts as pinned and not as deleted, and alone its deletion is refused."""
+    prompt = await made.save(prompt_of("a"))
+    namespace, last = prompt.namespace, prompt.boundary(336).prefix
+    read_pins = deletions.pins_of
+
+    async def read_too_early(*arguments: Any) -> Any:
+        pins = await read_pins(*arguments)
+        await made.catalog.pin(namespace, [last], SYSTEM_CLOCK.wall_ms() // 1000 + 60, deadline=soon())
+        return pins
+
+    monkeypatch.setattr(deletions, "pins_of", read_too_early)
+    async with made.client("red") as client:
+        if is_alone:
+            one = await client.delete(f"/v1/prefixes/{namespace.hex()}/{last.hex()}?confirm=true")
+            assert one.status_code == 409
+            assert await held(made, prompt) == 336
+        else:
+            body = {"namespace": namespace.hex(), "prefix": prompt.boundary(256).prefix.hex()}
+            done = await ended(client, await client.post("/v1/deletions?confirm=true", json=body))
+            assert (done["report"]["num_pinned"], done["report"]["by_tier"]["filesystem"]["num_boundaries"]) == (1, 2)
+    assert await made.catalog.get(namespace, last, deadline=soon()) is not None
 
 
 @pytest.mark.parametrize("is_encrypted", [False, True])
@@ -234,7 +262,9 @@ async def test_what_serves_no_hit_is_collected(made: ServiceHarness, tmp_path: P
 async def test_a_record_whose_entry_is_on_its_way_is_no_orphan(
     made: ServiceHarness, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A record is stored first and reported to the catalog then, which may be slow."""
+    """A record is stored first and reported to the catalog then, which may be slow. What was found counts as deleted
+    only once it is.
+    """
     monkeypatch.setattr(gc, "UNUSED_S", 1.0)
     await made.save(Prompt(ATTENTION, "a", 64, tenant="red"))
     is_taken, add = asyncio.Event(), made.catalog.add
@@ -251,11 +281,12 @@ async def test_a_record_whose_entry_is_on_its_way_is_no_orphan(
     async with made.client("operator") as client:
         started = await client.post("/v1/gc?confirm=true")
 
-        async def found_some() -> bool:
-            return bool((await client.get(f"/v1/jobs/{started.json()['job']}")).json()["report"]["orphans"])
+        async def job() -> Any:
+            return (await client.get(f"/v1/jobs/{started.json()['job']}")).json()
 
-        while not await found_some():
+        while "compared again" not in (waiting := await job())["progress"]["unit"]:
             await asyncio.sleep(0.01)
+        assert waiting["report"]["orphans"] == {}
         is_taken.set()
         await saving
         assert (await ended(client, started))["report"]["orphans"] == {}  # nothing was deleted

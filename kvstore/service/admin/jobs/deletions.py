@@ -58,6 +58,9 @@ Seconds = Annotated[int, Field(strict=True, gt=0, le=_UNUSED_S_MAX), WHOLE_NUMBE
 
 Namespaces = dict[NamespaceId, Namespace]
 
+Held = Mapping[Level, Sequence[BoundaryEntry]]
+"""Boundaries by the level that holds some of them."""
+
 MAY_LACK = "the catalog may lack records that are stored: repeat this once a service has added them"
 
 
@@ -79,11 +82,12 @@ class Deleted(BaseModel):
         held.num_records += num_records
         held.num_bytes += num_bytes
 
-    def count_entry(self, entry: BoundaryEntry, names: Mapping[Level | None, str]) -> None:
-        """Add a boundary for each slower tier that holds some of it."""
-        for level, name in names.items():
-            if level is not None and entry.num_records(level):
-                self.count(name, entry.num_records(level), entry.num_bytes(level))
+    def count_entries(self, held: Held, names: Mapping[Level | None, str]) -> None:
+        """Add boundaries for each slower tier that holds some of them."""
+        for level, entries in held.items():
+            for entry in entries:
+                if level in names and entry.num_records(level):
+                    self.count(names[level], entry.num_records(level), entry.num_bytes(level))
 
 
 def nothing_deleted(*, is_dry_run: bool, is_complete: bool = False) -> Deleted:
@@ -126,13 +130,12 @@ async def delete_boundary(context: AdminContext, namespace: Namespace, prefix: P
         deleted.count(names[None], len(in_memory), sum(in_memory))
     if entry is not None:
         async with context.scans.turn(who_asks()):
-            if prefix in await _pins_soon(context, namespace):
-                detail = "a pin on this boundary, or on a later one, protects it: end it first (`kvstore unpin`)"
-                raise Refused(409, detail, field="prefix", seen=prefix.hex())
-        deleted.count_entry(entry, names)
+            pinned = await _pins_soon(context, namespace)
+        await delete_unpinned(context, namespace, [entry], pinned, deleted)
+        if deleted.num_pinned:
+            detail = "a pin on this boundary, or on a later one, protects it: end it first (`kvstore unpin`)"
+            raise Refused(409, detail, field="prefix", seen=prefix.hex())
     if confirm:
-        if entry is not None:
-            await delete_entries(context, namespace, [entry])
         await _forget(context, keys)
         context.catalog.forget_totals()
     return deleted
@@ -222,21 +225,28 @@ async def delete_unpinned(
 ) -> None:
     """Delete boundaries that are not pinned, or only count them in a dry run.
 
+    Args:
+        pinned: Those that pins protect. One that was pinned since stays too.
+
     Raises:
         Unavailable: A tier or the catalog does not answer; these boundaries are not counted.
     """
     free = [entry for entry in entries if entry.prefix not in pinned]
+    gone: Held = dict.fromkeys(Level, free)
     if not deleted.is_dry_run:
-        await delete_entries(context, namespace, free)
+        gone = await delete_entries(context, namespace, free)
+        hidden = {entry.prefix for entries in gone.values() for entry in entries}
+        stay = [entry.prefix for entry in free if entry.prefix not in hidden]
+        now = await namespace.catalog.entries(namespace.id, stay, deadline=context.soon()) if stay else []
+        deleted.num_pinned += sum(entry.pinned_until_s > context.now_s() for entry in now)
     deleted.num_pinned += len(entries) - len(free)
-    for entry in free:
-        deleted.count_entry(entry, context.operations.tier_names)
+    deleted.count_entries(gone, context.operations.tier_names)
 
 
 async def delete_entries(
     context: AdminContext, namespace: Namespace, entries: Sequence[BoundaryEntry], levels: Iterable[Level] = Level
-) -> None:
-    """Delete all records of some boundaries of a namespace.
+) -> Held:
+    """Delete all records of some boundaries of a namespace; returns what was deleted. One that was pinned stays.
 
     Raises:
         Unavailable: A tier or the catalog does not answer; records that may be left are visible again.
@@ -244,6 +254,7 @@ async def delete_entries(
     If cancelled, records that may be left are visible again.
     """
     catalog = namespace.catalog
+    deleted: dict[Level, list[BoundaryEntry]] = {}
     for level in levels:
         if level not in context.operations.tier_names:
             continue
@@ -263,6 +274,8 @@ async def delete_entries(
             raise
         gone = [(entry, LeaveReason.REMOVED) for entry in hidden]
         await catalog.finish_leaving(gone, level, deadline=context.soon())
+        deleted[level] = hidden
+    return deleted
 
 
 async def _delete_hidden(context: AdminContext, hidden: Sequence[BoundaryEntry], level: Level) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from enum import Enum
 from itertools import chain
 
@@ -21,6 +21,7 @@ from kvstore.service.admin.context import AdminContext, Context
 from kvstore.service.admin.jobs.board import Jobs
 from kvstore.service.admin.jobs.deletions import (
     BOUNDARIES_AT_ONCE,
+    Held,
     Namespaces,
     delete_entries,
     delete_unpinned,
@@ -191,11 +192,10 @@ class _Collection:
         for level in Level:
             hidden = [entry for entry in entries if level in entry.leaving]
             for start in range(0, len(hidden), BOUNDARIES_AT_ONCE):
-                part = hidden[start : start + BOUNDARIES_AT_ONCE]
+                gone: Held = {level: hidden[start : start + BOUNDARIES_AT_ONCE]}
                 if not self._job.is_dry_run:
-                    await delete_entries(self._context, namespace, part, [level])
-                for entry in part:
-                    self._found["unfinished"].count_entry(entry, names)
+                    gone = await delete_entries(self._context, namespace, gone[level], [level])
+                self._found["unfinished"].count_entries(gone, names)
 
     async def _collect_orphans(self, catalog: Catalog, epoch: bytes) -> None:
         progress = self._job.progress
@@ -212,7 +212,8 @@ class _Collection:
                 await orphans.flush()
             if orphans.is_full:
                 self._notes.append(f"{name} has more orphans: run the garbage collection again")
-            self._count_orphans(name, orphans)
+            if self._job.is_dry_run:
+                self._count_orphans(name, orphans.found)
         if self._job.is_dry_run or not any(orphans.found for orphans in collected.values()):
             return
         progress.unit = f"records; the orphans are compared again {UNUSED_S} s later, and deleted then"
@@ -221,17 +222,18 @@ class _Collection:
         finally:
             progress.unit = "records"
         for name, orphans in collected.items():
-            if not await orphans.delete():
-                self._notes.append(f"orphans of {name} were kept: the catalog is not complete any more")
-            self._count_orphans(name, orphans)
+            try:
+                if not await orphans.delete():
+                    self._notes.append(f"orphans of {name} were kept: the catalog is not complete any more")
+            finally:
+                self._count_orphans(name, orphans.deleted)
 
-    def _count_orphans(self, name: str, orphans: _Orphans) -> None:
-        """Report those of one tier: the ones that were found and, once they are deleted, only those that were."""
-        by_tier = self._found["orphans"].by_tier
-        by_tier.pop(name, None)
-        if found := orphans.found:
+    def _count_orphans(self, name: str, found: Mapping[RecordKey, int]) -> None:
+        """Report those of one tier that are deleted, or would be."""
+        if found:
             num_boundaries = len({(key.namespace, key.prefix) for key in found})
-            by_tier[name] = Amount(num_boundaries=num_boundaries, num_records=len(found), num_bytes=sum(found.values()))
+            amount = Amount(num_boundaries=num_boundaries, num_records=len(found), num_bytes=sum(found.values()))
+            self._found["orphans"].by_tier[name] = amount
         self._report()
 
 
@@ -253,12 +255,14 @@ class _Orphans:
         grant: An operator's.
 
     Attributes:
-        found: Orphans with their bytes, at most 65,536; after `delete` those that it deleted.
+        found: Orphans with their bytes, at most 65,536.
+        deleted: Those of them that `delete` has deleted.
         is_full: There are more.
     """
 
     def __init__(self, context: AdminContext, catalog: Catalog, epoch: bytes, grant: Grant, level: Level) -> None:
         self.found: dict[RecordKey, int] = {}
+        self.deleted: dict[RecordKey, int] = {}
         self.is_full = False
         self._context = context
         self._catalog = catalog
@@ -303,19 +307,14 @@ class _Orphans:
             piece = keys[start : start + PIECE_RECORDS_MAX]
             missing = await self._missing(piece)
             if await self._catalog.complete_epoch(deadline=self._context.soon()) != self._epoch:
-                self._keep(keys[start:])
                 return False
-            self._keep(set(piece).difference(missing))
             await self._context.data_loop.call_in_pieces(
                 missing,
                 lambda piece, deadline: operations.delete(piece, self._level, deadline=deadline),
                 _CALL_S,
             )
+            self.deleted |= {key: self.found[key] for key in missing}
         return True
-
-    def _keep(self, keys: Iterable[RecordKey]) -> None:
-        for key in keys:
-            del self.found[key]
 
     async def _missing(self, keys: Sequence[RecordKey]) -> list[RecordKey]:
         """Those that the catalog lacks."""
