@@ -305,7 +305,8 @@ class S3Client:
             await gather_all(self.delete(name) for name in names)
             return
         try:
-            wanted = {"Objects": [{"Key": name} for name in names], "Quiet": True}
+            # not `Quiet`: then Alibaba's OSS and others that follow it answer a removal without a word, as no S3 does
+            wanted = {"Objects": [{"Key": name} for name in names]}
             answer = await self._send("delete_objects", Delete=wanted)
         except Transient:
             raise

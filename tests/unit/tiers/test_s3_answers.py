@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager, suppress
+from contextlib import aclosing, asynccontextmanager, suppress
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
@@ -151,6 +151,26 @@ async def test_a_server_that_says_yes_without_a_word(call: str) -> None:
     async with tier_that_hears(OK.replace(b'ETag: "1"', b"Server: other")) as (tier, _):
         with pytest.raises(Unavailable, match=r"no (ETag|content) in the answer"):
             await MISSED[call](tier)
+
+
+async def test_a_server_that_says_nothing_of_removals_if_asked_for_quiet() -> None:
+    """As Alibaba's OSS: asked for each name, it answers with a document, so the removal is done."""
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        head = (await reader.readuntil(b"\r\n\r\n")).lower()
+        wanted = await reader.readexactly(int(head.partition(b"content-length: ")[2].split()[0]))
+        names = [part.partition(b"</Key>")[0] for part in wanted.split(b"<Key>")[1:]]
+        told = b"".join(b"<Deleted><Key>%b</Key></Deleted>" % name for name in names)
+        body = b"" if b"<Quiet>true</Quiet>" in wanted else b"<DeleteResult>%b</DeleteResult>" % told
+        writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\nConnection: close\r\n\r\n%b" % (len(body), body))
+        await writer.drain()
+        writer.close()
+
+    async with await asyncio.start_server(serve, "127.0.0.1", 0) as server:
+        port = server.sockets[0].getsockname()[1]
+        tier = await S3Tier.open(S3Location("pages", "", f"http://127.0.0.1:{port}"), credentials=("A", "b"))
+        async with aclosing(tier):
+            await MISSED["delete many"](tier)
 
 
 async def test_authorities_that_cannot_be_read(monkeypatch: pytest.MonkeyPatch) -> None:
