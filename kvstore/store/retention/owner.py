@@ -44,9 +44,9 @@ to the search for boundaries that have lost their start; each search that evicts
 _BUSY_S = 0.1
 _READ_SHARE = 0.1
 """Share of the time spent on reading the totals while others write: over all slots of a cluster it is not free."""
-_REFUSED_RESTS, _REFUSED_S_MAX = 9.0, 60.0
+_REFUSED_RESTS, _REFUSED_S_MAX = 9.0, 10.0
 """How many times as long as it took a round rests that could delete nothing, and up to how long: a bucket may refuse
-deletions for days, and each round tries all that is hidden."""
+deletions for days, and each round tries all that is hidden. Or it did not answer, and does so now."""
 _CATALOG = "catalog"
 """What has failed if the tier has not, as the counter of failures names it."""
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from unittest.mock import AsyncMock
 
@@ -15,10 +16,10 @@ from kvstore.catalog.base import LeaveReason, Use
 from kvstore.catalog.coordination import Ownership
 from kvstore.catalog.entry import BoundaryEntry, Level
 from kvstore.catalog.sqlite.catalog import SqliteCatalog
-from kvstore.errors import InvalidRequest
+from kvstore.errors import InvalidRequest, Unavailable
 from kvstore.eviction.candidates import CANDIDATES
 from kvstore.eviction.holdings import Quota
-from kvstore.model.keys import Boundary, NamespaceId, PrefixHash
+from kvstore.model.keys import Boundary, NamespaceId, PrefixHash, RecordKey
 from kvstore.runtime.deadline import Deadline
 from kvstore.runtime.instruments import Instruments
 from kvstore.store.retention.cold_admission import ColdAdmission
@@ -236,3 +237,27 @@ async def test_auto_follows_the_lookups_of_this_node() -> None:
         if number % 500 == 499:
             await choice.settle(48 * BOUNDARY_BYTES, BOUNDARY_BYTES, is_near=True)
     assert choice.make_policy().name == "flops_per_byte"
+
+
+async def test_a_bucket_that_did_not_answer_deletions_for_a_while(
+    world: RetainedTier, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A round waited for its deletions in vain, which took long: what is over the budget leaves seconds later."""
+    await world.save("a", 4)
+    monkeypatch.setattr(world.clock, "monotonic_s", asyncio.get_running_loop().time)
+    delete_all, tried_s = world.tier.delete_all, list[float]()
+
+    async def hang(keys: Sequence[RecordKey], *, deadline: Deadline) -> None:
+        tried_s.append(world.clock.monotonic_s())
+        if len(tried_s) == 1:
+            await asyncio.sleep(deadline.remaining_s)
+            raise Unavailable("no answer in time")
+        await delete_all(keys, deadline=deadline)
+
+    monkeypatch.setattr(world.tier, "delete_all", hang)
+    retention = world.retention(budget_bytes=2 * BOUNDARY_BYTES)
+    retention.start()
+    while await world.used_bytes() > 2 * BOUNDARY_BYTES:
+        await asyncio.sleep(0.1)
+    assert tried_s[1] - tried_s[0] < 10.0 + 11.0
+    await retention.aclose()
