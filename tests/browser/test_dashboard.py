@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 import pytest_asyncio
+from playwright.async_api import Route
 
 from kvstore.api import Outcome
 from kvstore.testing.servers import RedisServer
@@ -135,6 +136,23 @@ async def test_a_namespace_is_shown_in_full(made: ServiceHarness, visiting: Visi
         job = (await client.get("/v1/jobs")).json()["jobs"][0]
         assert (job["kind"], job["is_dry_run"], job["state"]) == ("deletion", True, "done")
         assert (await client.get(f"/v1/namespaces/{BLUE.namespace.hex()}")).json()["num_boundaries"] == 3
+
+
+async def test_a_namespace_that_the_chooser_does_not_list(made: ServiceHarness, visiting: Visiting) -> None:
+    """With hundreds of namespaces only the largest are listed: the chooser says so, and names the one that is shown."""
+
+    async def first_alone(route: Route) -> None:
+        response = await route.fetch()
+        found = await response.json()
+        listed = [one for one in found["namespaces"] if one["tenant"] == "red"]
+        await route.fulfill(response=response, json={**found, "namespaces": listed, "next_cursor": "more"})
+
+    async with visiting(made.url) as visit:
+        await visit.page.route("**/v1/namespaces?*", first_alone)
+        await visit.open(f"prefixes?namespace={BLUE.namespace.hex()}")
+        chooser = visit.page.get_by_label("Namespace")
+        assert await chooser.input_value() == BLUE.namespace.hex()
+        assert "kvstore ls lists all" in await chooser.inner_text()
 
 
 async def test_two_namespaces_are_compared_side_by_side(made: ServiceHarness, visiting: Visiting) -> None:

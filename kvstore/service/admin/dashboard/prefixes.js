@@ -6,19 +6,24 @@ import { ago, badge, bytes, count, dialog, facts, h, incomplete, nameOf, placeho
 
 const ORDERS = { hits: "most hits", bytes: "largest", idle: "longest unused", age: "oldest" };
 
+const LISTED_MAX = 200;
+
 export async function view({ ask, query, signal, refresh }) {
-  const { namespaces, is_complete: isComplete } = await ask("/v1/namespaces", { query: { limit: 200, order: "bytes" } });
+  const { namespaces, next_cursor: next, is_complete: isComplete } = await ask("/v1/namespaces", { query: { limit: LISTED_MAX, order: "bytes" } });
   signal.throwIfAborted();
   if (!namespaces.length) return [h("h1", {}, "Prefixes"), h("section", { class: "card" }, isComplete ? placeholder("Nothing is stored yet", "Prefixes appear here as soon as an engine has saved its first page.") : incomplete())];
   const largest = [...namespaces].sort((one, other) => other.num_boundaries - one.num_boundaries)[0].namespace;
   const namespace = query.get("namespace") ?? largest;
+  const options = namespaces.map((one) => [one.namespace, `${nameOf(one)} · ${one.tenant || "no tenant"}`]);
+  if (!namespaces.some((one) => one.namespace === namespace)) options.push([namespace, short(namespace)]); // else another one seems chosen
   const order = query.get("order") ?? "hits";
   const cursor = query.get("cursor") ?? "";
   const page = await ask("/v1/prefixes", { query: { namespace, order, limit: 25, cursor } });
   const go = (changed) => { location.hash = `#prefixes?${new URLSearchParams({ namespace, order, ...changed })}`; };
   const head = h("div", { class: "title" }, h("h1", {}, "Prefixes"), h("div", { class: "controls" },
     h("label", {}, "Namespace", h("select", { "data-key": "namespace", onchange: (event) => go({ namespace: event.target.value }) },
-      namespaces.map((one) => h("option", { value: one.namespace, selected: one.namespace === namespace }, `${nameOf(one)} · ${one.tenant || "no tenant"}`)))),
+      options.map(([value, text]) => h("option", { value, selected: value === namespace }, text)),
+      next && h("option", { disabled: true }, `the largest ${LISTED_MAX} are listed; kvstore ls lists all`))),
     h("label", {}, "Order", h("select", { "data-key": "order", onchange: (event) => go({ order: event.target.value }) },
       Object.entries(ORDERS).map(([name, text]) => h("option", { value: name, selected: name === order }, text))))));
   return [head, listed(page, namespace, refresh), pages(page, cursor, go)];
