@@ -197,8 +197,8 @@ class RetentionOwner:
         is_due = self._is_over or self._is_due(_by_tenant(held, tenants)) or self._now_s() >= self._find_broken_at_s
         if is_due:
             self._check_tier()
-        elif not may_finish:
-            return 0
+        elif not may_finish or (isinstance(self._tier, GuardedTier) and self._tier.is_open):
+            return 0  # a tier that is not used deletes nothing, and every such round would read the catalog
         self._owned = {
             namespace
             for namespace in self._present

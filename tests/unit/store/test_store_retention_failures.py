@@ -337,6 +337,42 @@ async def test_a_tier_that_is_not_used_is_not_tried_for_each_boundary(
     await retention.aclose()
 
 
+async def test_deletions_of_others_wait_for_a_tier_that_is_not_used(
+    world: RetainedTier, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """S3 is gone and nothing must leave, but a service has left a deletion: no round reads the catalog for it until S3
+    is back, and none counts as failed.
+    """
+    path = await world.save("a", 2)
+    monkeypatch.setattr(world.clock, "monotonic_s", asyncio.get_running_loop().time)
+    await world.catalog.start_leaving([Leaving(NAMESPACE, path[1])], Level.COLD, deadline=world.deadline)
+    inner, is_away = world.tier, True
+
+    async def head(keys: Sequence[RecordKey], *, deadline: Deadline) -> list[int | None]:
+        if is_away:
+            raise Unavailable("not there")
+        return [None] * len(keys)
+
+    monkeypatch.setattr(inner, "head", head)
+    world.tier = guarded = GuardedTier(inner, Instruments(world.clock, world.meters))
+    guarded.open_breaker("not there")
+    retention, steps, num_reads = world.retention(budget_bytes=10 * BOUNDARY_BYTES), world.catalog.steps, 0
+
+    def counted(namespace: NamespaceId) -> AsyncIterator[Step]:
+        nonlocal num_reads
+        num_reads += namespace == NAMESPACE
+        return steps(namespace)
+
+    monkeypatch.setattr(world.catalog, "steps", counted)
+    retention.start()
+    await asyncio.sleep(60.0)
+    assert num_reads == 0 and not world.meters.get("retention_failures", tier=guarded.name, at=guarded.name)
+    is_away = False
+    while await world.used_bytes() > BOUNDARY_BYTES:
+        await asyncio.sleep(0.5)
+    await retention.aclose()
+
+
 async def test_a_tier_that_fails_now_and_then_is_logged_now_and_then(
     world: RetainedTier, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
