@@ -23,7 +23,8 @@ JOB_EXAMPLE = "5f0c6b1d2e7a4819"
 KEEP_S = 2.0
 """How often the progress of a running job is stored."""
 _GONE_S = 60
-"""A job of another service that was not stored for this long counts as interrupted."""
+"""A job of another service that was not stored for this long counts as interrupted. When it was stored is said by that
+node's clock."""
 _REMEMBERED_S = 7 * 86_400
 _CALL_S = 2.0
 
@@ -196,6 +197,8 @@ class JobKeeper:
             is_ours = not self._book.is_shared or place == self._place
             if id_ in own or not (is_ours or seen_s + _GONE_S < self._now_s()):
                 continue
+            if not is_ours:  # by the other node's clock
+                job.error = "its service was silent for a minute: it ended, or its node's clock is behind"
             (old if seen_s + _REMEMBERED_S < self._now_s() else found).append(job)
         if old:
             await self.remove([job.id for job in old])
