@@ -20,18 +20,19 @@ def backoff_s(failures: int, *, shortest_s: float, longest_s: float) -> float:
     return min(longest_s, shortest_s * 2.0 ** min(failures - 1, 60))
 
 
-async def retry(call: Callable[[], Awaitable[T]]) -> T:
+async def retry(call: Callable[[], Awaitable[T]], kind: type[Unavailable] = Unavailable) -> T:
     """Make a call up to five times: a short outage does not end long work. Cancelled, it makes no further call.
 
     Args:
         call: Also gives each attempt its deadline.
+        kind: Of failure after which it is made again.
 
     Raises:
-        Unavailable: It failed five times in a row.
+        Unavailable: It failed five times in a row, or in another way.
     """
     for attempt in range(_ATTEMPTS - 1):
         try:
             return await call()
-        except Unavailable:
+        except kind:
             await asyncio.sleep(PAUSE_S * 2**attempt)
     return await call()

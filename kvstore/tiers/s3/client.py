@@ -9,7 +9,7 @@ import math
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, suppress
 from datetime import datetime
-from functools import cache
+from functools import cache, partial
 from typing import Any, TypeVar
 
 import aioboto3
@@ -23,6 +23,7 @@ from kvstore.runtime.background import gather_all
 from kvstore.runtime.clock import SYSTEM_CLOCK
 from kvstore.runtime.io_loops import IoLoop
 from kvstore.runtime.meters import Meters
+from kvstore.runtime.retries import retry
 from kvstore.tiers.locations import S3Location, without_secrets
 from kvstore.tiers.s3.failures import (
     Absent,
@@ -368,10 +369,13 @@ class S3Client:
         await self._send("delete_object", expects=expects, Key=source, **if_removed)
 
     async def list(self, prefix: str) -> AsyncIterator[list[tuple[str, int]]]:
-        """Names that start with `prefix`, with their sizes, as many at a time as S3 lists in one answer."""
+        """Names that start with `prefix`, with their sizes, as many at a time as S3 lists in one answer. A walk may
+        last for hours, so what passes does not end it.
+        """
         token: dict[str, Any] = {}
         while True:
-            answer = await self._send("list_objects_v2", Prefix=prefix, **token)
+            page = partial(self._send, "list_objects_v2", Prefix=prefix, **token)
+            answer = await retry(page, Transient)
             yield [(self._said(item, "Key"), int(self._said(item, "Size"))) for item in answer.get("Contents", ())]
             if not answer.get("IsTruncated"):
                 return

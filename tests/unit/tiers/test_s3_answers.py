@@ -188,6 +188,21 @@ async def test_overload_is_retried_and_then_unavailable() -> None:
     assert len(requests) == 3
 
 
+async def test_overload_during_a_walk() -> None:
+    """A walk over all names, as of `gc` and `reindex`, may take hours: it goes on where a request is refused for long
+    enough to fail. What does not pass ends it at once.
+    """
+    busy, listed = error_answer("503 Slow Down", "SlowDown"), b"<ListBucketResult></ListBucketResult>"
+    whole = b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\nConnection: close\r\n\r\n%b" % (len(listed), listed)
+    async with tier_that_hears(busy, busy, busy, whole) as (tier, requests):
+        await scanned(tier)
+        assert len(requests) == 4
+    async with tier_that_hears(error_answer("403 Forbidden", "AccessDenied")) as (tier, requests):
+        with pytest.raises(Unavailable, match="AccessDenied"):
+            await scanned(tier)
+        assert len(requests) == 1
+
+
 async def test_overload_that_passes() -> None:
     """One 503, then room again: the put goes through."""
     async with tier_that_hears(error_answer("503 Slow Down", "SlowDown"), OK) as (tier, requests):
