@@ -44,6 +44,10 @@ router = APIRouter(tags=["gc"])
 UNUSED_S = 60
 """How long an incomplete boundary is kept after its last use, as by retention, and an orphan after it was found: the
 missing slices, or the entry of a record that was just stored, may be on their way."""
+MAY_BE_LIVE = (
+    "the catalog does not know what a service writes while it cannot reach Redis: before you delete, check `kvstore "
+    "status` of every service"
+)
 _BATCH = 1024
 _ORPHANS_MAX = 65_536
 _CALL_S = 30.0
@@ -214,6 +218,7 @@ class _Collection:
                 self._notes.append(f"{name} has more orphans: run the garbage collection again")
             if self._job.is_dry_run:
                 self._count_orphans(name, orphans.found)
+                self._notes += [MAY_BE_LIVE] if orphans.found and MAY_BE_LIVE not in self._notes else []
         if self._job.is_dry_run or not any(orphans.found for orphans in collected.values()):
             return
         progress.unit = f"records; the orphans are compared again {UNUSED_S} s later, and deleted then"
