@@ -305,6 +305,7 @@ class RemoteStore(PageStore):
         await self._prompts.aclose(self.pool.now())
         await self._save_memory.aclose()
         await self.pool.aclose()
+        self._shared.close()  # not when Python collects this store: until then the service's memory could not be freed
 
     # helpers
 

@@ -62,6 +62,10 @@ class SharedMemory:
             return
         self.arena, self.view = shared, view
 
+    def close(self) -> None:
+        """Give the mapping up; records that are being read keep it until they are read. Idempotent."""
+        self.arena, self.view = b"", None
+
 
 class SaveMemory:
     """Memory that records are made in and that the service reads, if it shares some with us.

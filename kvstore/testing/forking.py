@@ -72,7 +72,9 @@ class ForkedProcess:
                 os.kill(self.pid, number)
 
     def _await(self, timeout_s: float | None) -> int | None:
-        if not select.select([self._report], [], [], timeout_s)[0]:
+        waiting = select.poll()  # `select.select` takes no descriptor above 1,023
+        waiting.register(self._report, select.POLLIN)
+        if not waiting.poll(None if timeout_s is None else timeout_s * 1000):
             return None
         # empty: the fork server was killed, and what it forked with it
         self._status = int(os.read(self._report, 32) or b"-9")

@@ -8,6 +8,7 @@ import os
 import socket
 import threading
 import time
+import weakref
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -335,6 +336,16 @@ async def test_a_new_service_is_mapped_anew(tmp_path: Path) -> None:
             assert shared_arena(first) not in (b"", old)
             assert shared_arena(first) == getattr(second.memory.arena, "id", None)
             assert await load_all(first, other) < 20_000
+
+
+async def test_a_closed_client_maps_nothing(tmp_path: Path) -> None:
+    """What it mapped is free at once, though Python has not collected the client yet."""
+    async with node_at(f"unix:{tmp_path / 's'}") as node:
+        await node.client.wait_ready(deadline=soon())
+        view = weakref.ref(node.client.shared_memory())
+        assert view() is not None
+        await node.client.aclose()
+        assert view() is None
 
 
 async def test_nothing_stays_open(tmp_path: Path) -> None:
