@@ -206,7 +206,8 @@ class ConnectorSettings:
         Raises:
             InvalidRequest: An unknown key (with the nearest valid one), or a value that does not fit its field.
         """
-        environment = _environment() if environment is None else environment
+        # the only place of this package that reads the environment
+        environment = os.environ if environment is None else environment  # noqa: TID251
         known = {field.name: str(field.type) for field in fields(cls)}
         seen: dict[str, tuple[str, Any]] = {}
         for key, value in extra_config.items():
@@ -285,15 +286,9 @@ def _check_known(key: str, origin: str, known: Collection[str]) -> None:
         raise InvalidRequest(f"unknown connector setting {origin!r}: {hint}")
 
 
-def _environment() -> Mapping[str, str]:
-    return os.environ  # noqa: TID251 - the only place of this package that reads the environment
-
-
-def cache_folder(environment: Mapping[str, str] | None = None) -> Path:
-    """The folder in which digests of weight files are cached between starts."""
-    environment = _environment() if environment is None else environment
-    home = environment.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
-    return Path(home) / "kvstore"
+def cache_folder() -> Path:
+    """The folder in which digests of weight files are cached between starts: that of an embedded service."""
+    return EmbeddedOptions().directory
 
 
 def _convert(origin: str, wanted: str, value: Any) -> Any:

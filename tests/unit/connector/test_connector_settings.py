@@ -230,10 +230,13 @@ def test_token_files_that_cannot_be_used(tmp_path: Path) -> None:
         assert "s3cret" not in str(refusal.value)
 
 
-def test_cache_folder_follows_the_environment() -> None:
-    """`XDG_CACHE_HOME` moves the folder; set but empty, it counts as not set."""
-    assert cache_folder({"XDG_CACHE_HOME": "/x"}) == Path("/x/kvstore")
-    assert cache_folder({"XDG_CACHE_HOME": ""}) == cache_folder({}) == Path.home() / ".cache" / "kvstore"
+def test_cache_folder_follows_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`XDG_CACHE_HOME` moves the folder, as it moves an embedded service's; empty or relative, it counts as not set."""
+    monkeypatch.setenv("XDG_CACHE_HOME", "/x")
+    assert cache_folder() == Path("/x/kvstore")
+    for unusable in ("", "relative"):
+        monkeypatch.setenv("XDG_CACHE_HOME", unusable)
+        assert cache_folder() == Path.home() / ".cache" / "kvstore"
 
 
 @pytest.mark.parametrize(
