@@ -26,6 +26,12 @@ _SAVE_MEMORY_BYTES = 64 << 20
 """For a dozen records of some MiB that are encoded, sent or copied; a client that has no more room sends records."""
 _MODE_OF_ROLE = {"kv_producer": "save", "kv_consumer": "load"}
 
+STORE_SETTINGS = (
+    *("url", "token_file", "tls_ca_file", "tls_certificate_file", "tls_key_file", "mode", "weights_id"),
+    *("memory_bytes", "disk_bytes", "stall_timeout_ms", "max_wait_ms"),
+)
+"""Settings that also apply, with the same meaning, where an engine's own offloading moves the pages."""
+
 
 @dataclass(frozen=True, slots=True)
 class ConnectorSettings:

@@ -31,10 +31,9 @@ from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, Tra
 from connector.logs import join_vllm_logs
 from connector.offloading.engine import Engine, describe_groups, read_engine
 from connector.offloading.lookups import Doors, Lookups, Request
-from connector.offloading.settings import read_settings
 from connector.offloading.transfers import Done, Job, Transfers
 from connector.request_parameters import RequestFlags, read_flags
-from connector.settings import cache_folder
+from connector.settings import STORE_SETTINGS, ConnectorSettings, cache_folder
 from connector.vllm.engine_calls import watch_engine_calls
 from connector.vllm.guard import guarded
 from connector.vllm.model_files import would_read_the_same
@@ -45,6 +44,9 @@ from kvstore.model.keys import NamespaceId
 
 _log = logging.getLogger("vllm.kvstore")  # below vLLM's logger, so that its handlers and levels apply
 
+_SETTINGS = (*STORE_SETTINGS, "lookup_timeout_ms", "weights_may_change", "trust_mm_uuids", "allow_untested_vllm")
+_DEFAULTS = {"lookup_timeout_ms": 80}
+"""vLLM computes nothing of a request before it has its answer, and asks for that between steps: 100 ms at most."""
 _CODEC_THREADS, _CODEC_BYTES = 4, 256 << 20
 _OPEN_RETRY_S = 0.5
 _TO_STORE_SHARE = 0.25
@@ -89,7 +91,7 @@ class KVStoreTier(SecondaryTierManager):
     ) -> None:
         super().__init__(offloading_spec, primary_kv_view, tier_type, backpressure_detector)
         join_vllm_logs()
-        self._settings = read = read_settings(settings)
+        self._settings = read = ConnectorSettings.parse({**_DEFAULTS, **settings}, only=_SETTINGS)
         self.locality = Locality(locality) if locality is not None else None
         self._has_events = enable_kv_events and offloading_spec.kv_events_config.enable_kv_cache_events
         self._events: list[OffloadingEvent] = []

@@ -24,10 +24,9 @@ from sglang.srt.mem_cache.hicache_storage import (
 )
 
 from connector.guard import never_raises
-from connector.settings import cache_folder
+from connector.settings import STORE_SETTINGS, ConnectorSettings, cache_folder
 from connector.sglang.engine import identify_weights, read_engine, weights_now
 from connector.sglang.pools import KV, PoolMemory, Ranks, view_of
-from connector.sglang.settings import read_settings
 from kvstore.client import PageDoor, describe_pages
 from kvstore.codec import CodecPool
 from kvstore.errors import InvalidRequest, KVStoreError
@@ -36,6 +35,11 @@ from kvstore.model.keys import NamespaceId
 
 _log = logging.getLogger("sglang.kvstore")
 
+_SGLANGS = {
+    *("backend_name", "module_path", "class_name", "interface_v1", "tp_lcm_size", "hicache_storage_pass_prefix_keys"),
+    *("prefetch_threshold", "prefetch_timeout_base", "prefetch_timeout_per_ki_token"),
+}
+"""What SGLang itself reads of `--hicache-storage-backend-extra-config`, where our settings are too."""
 _FORMAT = 1
 _NUM_THREADS = 4
 _CODEC_BYTES = 256 << 20
@@ -81,7 +85,8 @@ class KVStoreHiCache(HiCacheStorage):
     def __init__(self, storage_config: HiCacheStorageConfig, kwargs: Any = None) -> None:
         self._config = storage_config
         extra = storage_config.extra_config or {}
-        self._settings = settings = read_settings(extra)
+        ours = {key: value for key, value in extra.items() if key not in _SGLANGS}
+        self._settings = settings = ConnectorSettings.parse(ours, only=STORE_SETTINGS)
         self._in_place = bool(extra.get("interface_v1", 0))
         self._lock = threading.Lock()
         self._said: set[str] = set()
