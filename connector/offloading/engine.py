@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import platform
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from types import FrameType
+from traceback import walk_stack
 from typing import Any, TypeVar
 
 import vllm
@@ -170,12 +170,10 @@ def _find_in_callers(kind: type[Found], spec: Any) -> Found | None:
     vLLM passes a tier a summary that lacks the weights' revision, types, quantization and overrides. The scheduler side
     of its connector, which makes the tier, has the whole configuration.
     """
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        values: Sequence[Any] = list(frame.f_locals.values())
+    for frame, _ in walk_stack(sys._getframe(1)):
+        values = list(frame.f_locals.values())
         if any(value is spec for value in values):
-            found = [value for value in values if isinstance(value, kind)]
-            if found:
-                return found[0]
-        frame = frame.f_back
+            for value in values:
+                if isinstance(value, kind):
+                    return value
     return None
