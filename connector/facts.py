@@ -33,11 +33,6 @@ class CellFacts:
         """One token of one head in one layer."""
         return (self.head_size + self.head_size_v) * self.element_bytes
 
-    @property
-    def element_dtype(self) -> str:
-        """The type of an element, as torch spells it."""
-        return self.dtype
-
 
 @dataclass(frozen=True, slots=True)
 class StateFacts:
@@ -66,7 +61,7 @@ class StateFacts:
         return self.part_bytes[self._largest] // max(1, elements)
 
     @property
-    def element_dtype(self) -> str:
+    def dtype(self) -> str:
         """The type of such an element, as torch spells it."""
         return self.dtypes[self._largest]
 

@@ -7,11 +7,11 @@ offers is never better than all or nothing of it, and only the furthest resume p
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from connector.scheduler.costs import Costs
-from kvstore.api import Lookup, Offer
+from kvstore.api import Lookup
 
 _MARGIN = 2.0
 """Fetching must look this many times as expensive as computing before it is given up. Measurements on a busy machine
@@ -40,22 +40,27 @@ class HitPolicy:
         self._always = always
 
     def choose(self, lookup: Lookup, local_tokens: int, *, now_s: float) -> Choice:
-        """How much to take of a hit that reaches beyond `local_tokens`."""
+        """How much to take of a hit that reaches beyond `local_tokens`, the engine's own: the furthest resume point,
+        unless a nearer one, or nothing, is clearly faster in total.
+        """
+        longest = lookup.resume_tokens
         if self._always:
-            return Choice(lookup.resume_tokens, fetch_s=0.0, compute_s=None)
-        options = [
-            Offer(offer.resume_tokens, _beyond(offer.tier_bytes, offer.resume_tokens, local_tokens))
-            for offer in lookup.offers
-            if local_tokens < offer.resume_tokens <= lookup.resume_tokens
-        ]
-        if not options or options[-1].resume_tokens < lookup.resume_tokens:
-            options.append(Offer(lookup.resume_tokens, {}))
-        return choose(
-            options,
-            local_tokens=local_tokens,
-            compute_s=self._costs.prefill.seconds,
-            fetch_s=lambda option: self._costs.fetch_s(option.tier_bytes, now_s=now_s),
-        )
+            return Choice(longest, fetch_s=0.0, compute_s=None)
+        options = {longest: self._costs.fetch_s({}, now_s=now_s)}  # unknown counts as nothing: a fetch makes it known
+        for offer in lookup.offers:
+            if local_tokens < offer.resume_tokens <= longest:
+                beyond = _beyond(offer.tier_bytes, offer.resume_tokens, local_tokens)
+                options[offer.resume_tokens] = self._costs.fetch_s(beyond, now_s=now_s)
+        compute_s = self._costs.prefill.seconds(local_tokens, longest)
+        best, fetch_s = longest, options[longest]
+        if compute_s is not None:
+            options[local_tokens] = 0.0
+            for nearer in sorted(options, reverse=True)[1:]:
+                # each against the best so far: a nearer one must be clearly faster than the one it replaces
+                rest_s = self._costs.prefill.seconds(nearer, best)
+                if rest_s is not None and options[best] - options[nearer] > _MARGIN * rest_s + _SLACK_S:
+                    best = nearer
+        return Choice(best, fetch_s, compute_s)
 
     def ceiling_s(self, local_tokens: int, resume_tokens: int) -> float:
         """The longest wait for a fetch: the time that computing would take, and at most `most_s`.
@@ -79,36 +84,6 @@ class Choice:
     resume_tokens: int
     fetch_s: float
     compute_s: float | None
-
-
-def choose(
-    options: Sequence[Offer],
-    *,
-    local_tokens: int,
-    compute_s: Callable[[int, int], float | None],
-    fetch_s: Callable[[Offer], float],
-) -> Choice:
-    """Take the longest option, unless a shorter one, or nothing, is clearly faster in total.
-
-    Args:
-        options: By ascending resume point, each above `local_tokens`; at least one. Their bytes are those beyond it.
-        local_tokens: The engine's own hit.
-        compute_s: Seconds to compute the tokens from a start to a stop; `None`: not known.
-        fetch_s: Seconds until an option's bytes are in blocks. Unknown parts count as zero, since a fetch makes them
-            known.
-    """
-    longest = options[-1]
-    fetching, computing = fetch_s(longest), compute_s(local_tokens, longest.resume_tokens)
-    best, best_fetch_s = longest.resume_tokens, fetching
-    if computing is None:
-        return Choice(best, fetching, computing)
-    shorter = [*((option.resume_tokens, fetch_s(option)) for option in reversed(options[:-1])), (local_tokens, 0.0)]
-    for resume_tokens, shorter_s in shorter:
-        # each against the best so far: a shorter one must be clearly faster than the one it replaces
-        rest_s = compute_s(resume_tokens, best)
-        if rest_s is not None and best_fetch_s - shorter_s > _MARGIN * rest_s + _SLACK_S:
-            best, best_fetch_s = resume_tokens, shorter_s
-    return Choice(best, fetching, computing)
 
 
 def _beyond(tier_bytes: Mapping[str, int], resume_tokens: int, local_tokens: int) -> dict[str, int]:

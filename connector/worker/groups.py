@@ -120,7 +120,7 @@ def written_chain(compression: str, device: str, content: CellFacts | StateFacts
     wanted = _AUTO[device] if compression == "auto" else compression
     if wanted == "none":
         return RAW
-    if wanted == "tiles" and content.element_dtype == "bfloat16":
+    if wanted == "tiles" and content.dtype == "bfloat16":
         return TILES
     if wanted == "tiles" and device == "cuda":
         return RAW  # which a GPU reads as fast

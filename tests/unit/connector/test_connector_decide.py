@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from connector.scheduler.costs import FetchCosts, Fit, PrefillCosts
-from connector.scheduler.decide import Choice, choose
-from kvstore.api import Offer
+from connector.scheduler.costs import Costs, Fit, PrefillCosts
+from connector.scheduler.decide import Choice, HitPolicy
+from kvstore.api import Lookup, Offer, Staged
 
 TOKEN_BYTES = 64 << 10
 CHUNK = 2048
@@ -50,30 +50,29 @@ class Measured:
 
     def __init__(self, machine: Machine, *, noise: random.Random | None = None) -> None:
         self.now_s = 100.0
-        self.prefill = PrefillCosts()
-        self.tiers = {tier: FetchCosts() for tier in machine.tiers}
+        self.costs = Costs()
 
         def blur(seconds: float) -> float:
             return seconds * (noise.uniform(1.0, 3.0) if noise is not None else 1.0)
 
         for turn in range(6):
             for start in range(0, 16384, CHUNK):
-                self.prefill.observe([(start, start + CHUNK)], blur(machine.prefill_s(start, start + CHUNK)))
-            for tier, costs in self.tiers.items():
+                self.costs.prefill.observe([(start, start + CHUNK)], blur(machine.prefill_s(start, start + CHUNK)))
+            for tier in machine.tiers:
                 for tokens in (512 << turn % 4, 16384):
                     num_bytes = tokens * TOKEN_BYTES
-                    costs.observe(num_bytes, blur(machine.fetch_s(tier, num_bytes)), now_s=self.now_s)
+                    self.fetched(tier, num_bytes, blur(machine.fetch_s(tier, num_bytes)))
 
-    def fetch_s(self, option: Offer) -> float:
-        known = [self.tiers[tier].seconds(size, now_s=self.now_s) for tier, size in option.tier_bytes.items()]
-        return sum(seconds or 0.0 for seconds in known)
+    def fetched(self, tier: str, num_bytes: int, seconds: float) -> None:
+        self.costs.on_staged(Staged(None, 0, sources={tier: 1}, num_bytes=num_bytes), seconds, now_s=self.now_s)
 
-    def choose(self, *options: Offer, local_tokens: int = 0) -> Choice:
-        return choose(options, local_tokens=local_tokens, compute_s=self.prefill.seconds, fetch_s=self.fetch_s)
+    def choose(self, *offers: Offer, local_tokens: int = 0) -> Choice:
+        lookup = Lookup(offers[-1].resume_tokens, (), offers)
+        return HitPolicy(self.costs, most_s=60.0).choose(lookup, local_tokens, now_s=self.now_s)
 
 
 def reach(**tokens: int) -> Offer:
-    """An option that reads these tokens from each tier."""
+    """An offer that reads these tokens from each tier."""
     return Offer(sum(tokens.values()), {tier: count * TOKEN_BYTES for tier, count in tokens.items()})
 
 
@@ -127,9 +126,10 @@ def test_nothing_is_given_up_before_it_is_measured() -> None:
     for forget in ("prefill", "tiers"):
         measured = Measured(costly)
         if forget == "prefill":
-            measured.prefill = PrefillCosts()
+            measured.costs.prefill = PrefillCosts()
         else:
-            measured.tiers = {"s3": FetchCosts()}
+            prefill, measured.costs = measured.costs.prefill, Costs()
+            measured.costs.prefill = prefill
         assert measured.choose(reach(s3=16384)).resume_tokens == 16384
 
 
@@ -142,25 +142,25 @@ def test_a_tier_is_tried_again() -> None:
     measured.now_s += 0.2
     assert measured.choose(reach(s3=16384)).resume_tokens == 16384
     for _ in range(20):  # it has become quick since
-        measured.tiers["s3"].observe(1 << 30, 0.02, now_s=measured.now_s)
+        measured.fetched("s3", 1 << 30, 0.02)
     assert measured.choose(reach(s3=16384)).resume_tokens == 16384
 
 
 def test_what_is_far_from_anything_seen_is_not_known() -> None:
     """No guess for a context, or a size, far beyond those that were measured."""
     measured = Measured(Machine(*SLOW_CPU, {"s3": S3}))
-    assert measured.prefill.seconds(0, 2 * 16384) is not None
-    assert measured.prefill.seconds(0, 2 * 16384 + 1) is None
-    assert measured.tiers["s3"].seconds(16384 * TOKEN_BYTES * 5, now_s=measured.now_s) is None
+    assert measured.costs.prefill.seconds(0, 2 * 16384) is not None
+    assert measured.costs.prefill.seconds(0, 2 * 16384 + 1) is None
+    assert measured.costs.fetch_s({"s3": 16384 * TOKEN_BYTES * 5}, now_s=measured.now_s) == 0.0
 
 
 def test_a_step_that_stood_still_does_not_count_for_much() -> None:
     """The first steps of an engine compile for seconds: soon forgotten, and never told as the usual cost."""
     machine = Machine(*SLOW_CPU, {"s3": S3})
     measured = Measured(machine)
-    before = measured.prefill.seconds(0, 4096)
-    measured.prefill.observe([(0, CHUNK)], 60.0)
-    after = measured.prefill.seconds(0, 4096)
+    before = measured.costs.prefill.seconds(0, 4096)
+    measured.costs.prefill.observe([(0, CHUNK)], 60.0)
+    after = measured.costs.prefill.seconds(0, 4096)
     assert before is not None
     assert after == pytest.approx(before, rel=0.3)
 
