@@ -29,6 +29,16 @@ def is_open(path: str) -> bool:
     return path in HEALTH_PATHS or path == "/" or path.startswith("/dashboard/")
 
 
+def check_tenant(grant: Grant, tenant_id: str | None) -> None:
+    """Refuse a token of another tenant than the named one, whether or not that exists.
+
+    Raises:
+        Refused: 403.
+    """
+    if tenant_id is not None and not grant.sees(tenant_id):
+        raise Refused(403, "the token is another tenant's", field="body.tenant_id")
+
+
 PEER = "peer"
 """Key in `scope["state"]` of a dict that all requests of a connection share: `is_own_user`, once it was looked up."""
 

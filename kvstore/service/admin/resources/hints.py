@@ -21,7 +21,7 @@ from kvstore.model.prompt_hint import (
     EndedPrompt,
     Wishes,
 )
-from kvstore.service.admin.access import Saver
+from kvstore.service.admin.access import Saver, check_tenant
 from kvstore.service.admin.context import AdminContext, Context
 from kvstore.service.admin.models import NAMESPACE_EXAMPLE, TokenId, shown_tenant
 from kvstore.service.admin.problems import Refused, refusals
@@ -164,8 +164,7 @@ async def _apply(
     context: AdminContext, grant: Grant, named: NamedPrompt, text: PromptText, wishes: Wishes
 ) -> TakenHints:
     store = context.service.store
-    if named.tenant_id is not None and grant.tenant not in (None, named.tenant_id):
-        raise Refused(403, "the token is another tenant's", field="body.tenant_id")  # whether or not it exists
+    check_tenant(grant, named.tenant_id)
     if named.token_ids is None:
         kept: list[Callable[[], KeptPrompt]] = [lambda: _found(named, grant, context)]
     else:

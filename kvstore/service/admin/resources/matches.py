@@ -12,9 +12,9 @@ from kvstore.errors import Unavailable
 from kvstore.model.keys import NamespaceId
 from kvstore.model.namespace import NamespaceNotOpen
 from kvstore.runtime.deadline import Deadline
+from kvstore.service.admin.access import check_tenant
 from kvstore.service.admin.context import AdminContext
 from kvstore.service.admin.models import NAMESPACE_EXAMPLE, shown_tenant
-from kvstore.service.admin.problems import Refused
 from kvstore.service.admin.prompt import ANSWER_S, Entries, LongList, read_prompts
 from kvstore.service.authentication import Grant
 from kvstore.service.session import ConnectedEngine
@@ -95,8 +95,7 @@ async def answer_questions(
     async with context.queries.turn():
         questions, is_list = await read_prompts(body, model, long_list, prompts_max=QUESTIONS_MAX)
         for question, _ in questions:
-            if question.tenant_id is not None and grant.tenant not in (None, question.tenant_id):
-                raise Refused(403, "the token is another tenant's", field="body.tenant_id")  # whether or not it exists
+            check_tenant(grant, question.tenant_id)
         deadline = context.soon(ANSWER_S)
         answers = [await answer(question, entries, deadline) for question, entries in questions]
     return answers if is_list else answers[0]
