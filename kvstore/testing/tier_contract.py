@@ -46,7 +46,7 @@ class RawMedium(ABC):
 
     @abstractmethod
     async def write(self, key: RecordKey, data: bytes) -> None:
-        """Replace what is stored under the name of `key`."""
+        """Store `data` under the name of `key`, in place of what is there."""
 
 
 class TierContract:

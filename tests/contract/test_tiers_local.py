@@ -19,8 +19,8 @@ from kvstore.tiers.filesystem import FilesystemTier
 from kvstore.tiers.guarded import GuardedTier
 from kvstore.tiers.memory import MemoryTier
 from kvstore.tiers.verify import open_or_reason
+from tests.contract.media import BUDGET_BYTES, FilesystemMedium
 
-BUDGET_BYTES = 1 << 30
 FILE_VERDICTS = "kvstore.tiers.filesystem.files"
 
 
@@ -44,25 +44,6 @@ class MemoryMedium(RawMedium):
         assert record is not None
         self.tier.remove(key)
         self.tier.insert(Record(record.header, memoryview(data)))
-
-
-class FilesystemMedium(RawMedium):
-    """Reaches into the files."""
-
-    def __init__(self, root: Path) -> None:
-        self.root = root
-
-    async def open_tier(self) -> Tier:
-        return await FilesystemTier.open(self.root, budget_bytes=BUDGET_BYTES)
-
-    async def read(self, key: RecordKey) -> bytes | None:
-        path = self.root / format_name(key)
-        return path.read_bytes() if path.exists() else None
-
-    async def write(self, key: RecordKey, data: bytes) -> None:
-        path = self.root / format_name(key)
-        assert path.exists()
-        path.write_bytes(data)
 
 
 class GuardedMedium(FilesystemMedium):

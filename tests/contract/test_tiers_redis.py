@@ -21,7 +21,7 @@ from kvstore.testing.waiting import soon
 from kvstore.tiers.base import PutOutcome, Tier
 from kvstore.tiers.redis.node import Node
 from kvstore.tiers.redis.reading import PART_BYTES, STRIPE_BYTES, Reading, stripe_names, stripe_ranges
-from tests.contract.redis_media import RedisMedium
+from tests.contract.media import RedisMedium
 
 pytestmark = pytest.mark.servers
 

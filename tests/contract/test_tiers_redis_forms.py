@@ -21,7 +21,7 @@ from kvstore.testing.servers import (
 )
 from kvstore.testing.tier_contract import LastingTierContract, RawMedium
 from kvstore.testing.waiting import eventually
-from tests.contract.redis_media import RedisMedium, raw_cluster, raw_sentinel
+from tests.contract.media import RedisMedium, raw_cluster, raw_sentinel
 
 pytestmark = pytest.mark.servers
 

@@ -2,53 +2,22 @@
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
 
 import pytest
 
 from kvstore.format.names import format_name
 from kvstore.format.record import Record
 from kvstore.model.keys import RecordKey
-from kvstore.runtime.io_loops import IoLoop, open_io_loops
+from kvstore.runtime.io_loops import open_io_loops
 from kvstore.testing.records import flipped, make_record
 from kvstore.testing.servers import CephRgw
 from kvstore.testing.tier_contract import LastingTierContract, RawMedium
 from kvstore.testing.waiting import soon
-from kvstore.tiers.base import Tier
-from kvstore.tiers.s3 import S3Tier
 from kvstore.tiers.verify import open_off_loop
+from tests.contract.media import S3Medium
 
 pytestmark = pytest.mark.servers
-
-_NUMBERS = itertools.count()
-
-
-class S3Medium(RawMedium):
-    """Reaches the objects with the fixture's own signed requests."""
-
-    def __init__(self, server: CephRgw) -> None:
-        self.server = server
-        self.bucket = f"contract-{next(_NUMBERS)}"
-        self.prefix = "some/prefix"
-        self.io_loops: Sequence[IoLoop] = ()
-        server.create_bucket(self.bucket)
-
-    async def open_tier(self) -> Tier:
-        location = self.server.location(self.bucket, self.prefix)
-        return await S3Tier.open(location, credentials=self.server.credentials, io_loops=self.io_loops)
-
-    def path(self, key: RecordKey) -> str:
-        return f"/{self.bucket}/{self.prefix}/{format_name(key)}"
-
-    async def read(self, key: RecordKey) -> bytes | None:
-        status, body = self.server.request("GET", self.path(key))
-        assert status in (200, 404)
-        return body if status == 200 else None
-
-    async def write(self, key: RecordKey, data: bytes) -> None:
-        status, body = self.server.request("PUT", self.path(key), data)
-        assert status == 200, body
 
 
 @pytest.fixture

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import json
 import logging
@@ -14,25 +15,23 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from redis import Redis
 from vllm.v1.kv_offload.base import LookupResult
 
 from kvstore.client import BlockingStore
 from kvstore.client.pages import name_of_page
-from kvstore.format.names import format_name
 from kvstore.model.keys import RecordKey
 from kvstore.testing.checkpoints import write_checkpoint
 from kvstore.testing.prompts import ATTENTION, Prompt
 from kvstore.testing.records import DAMAGE
 from kvstore.testing.serve import Service, bare_environment
-from kvstore.testing.servers import CephRgw, RedisServer, redis_server
+from kvstore.testing.servers import RedisServer, redis_server
 from kvstore.testing.servers.ports import free_ports
+from kvstore.testing.tier_contract import RawMedium
 from kvstore.testing.waiting import soon
 from tests.connector.support.hicache import HostPool, hicache
 from tests.connector.support.offloading import (
@@ -47,6 +46,7 @@ from tests.connector.support.offloading import (
     window,
 )
 from tests.connector.support.service import DirectoryService
+from tests.contract.media import RedisMedium, S3Medium
 from tests.fuzz.inputs import mutated
 
 pytestmark = pytest.mark.servers
@@ -64,91 +64,24 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> Any:
 # damaged records
 
 
-class Place:
-    """A service with one slower tier, and a way to read and write records there without its code."""
-
-    def __init__(self, service: Service) -> None:
-        self.service = service
-
-    def read(self, key: RecordKey) -> bytes:
-        raise NotImplementedError
-
-    def damage(self, key: RecordKey, data: bytes) -> None:
-        """Store `data` under the name of a record that is there."""
-        raise NotImplementedError
-
-
-class DirectoryPlace(Place):
-    service: DirectoryService
-
-    def read(self, key: RecordKey) -> bytes:
-        return (self.service.records / format_name(key)).read_bytes()
-
-    def damage(self, key: RecordKey, data: bytes) -> None:
-        (self.service.records / format_name(key)).write_bytes(data)
-
-
-class RedisPlace(Place):
-    def __init__(self, service: Service, client: Redis) -> None:
-        super().__init__(service)
-        self._client = client
-
-    def read(self, key: RecordKey) -> bytes:
-        data = self._client.get(format_name(key))
-        assert isinstance(data, bytes)
-        return data
-
-    def damage(self, key: RecordKey, data: bytes) -> None:
-        self._client.set(format_name(key), data)
-
-
-class S3Place(Place):
-    def __init__(self, service: Service, server: CephRgw, bucket: str) -> None:
-        super().__init__(service)
-        self._server, self._bucket = server, bucket
-
-    def read(self, key: RecordKey) -> bytes:
-        status, body = self._server.request("GET", f"/{self._bucket}/p/{format_name(key)}", b"")
-        assert status == 200
-        return bytes(body)
-
-    def damage(self, key: RecordKey, data: bytes) -> None:
-        status, body = self._server.request("PUT", f"/{self._bucket}/p/{format_name(key)}", data)
-        assert status == 200, body
-
-
-@contextmanager
-def ended(place: Place) -> Iterator[Place]:
-    """A place whose service runs no longer than the test, however that ends."""
-    try:
-        yield place
-    finally:
-        place.service.kill()
-
-
-@pytest.fixture(params=["directory", "redis", "s3"])
-def place(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Place]:
+@pytest.fixture
+def service(medium: RawMedium, tmp_path: Path) -> Iterator[Service]:
+    """With one slower tier, on the medium; not started."""
     # All chunks that are stored at once may wait for the slower tier. By default a tier that a busy machine keeps from
     # answering for 400 ms is given up, which is a miss of a good chunk.
     patient = {"stall_timeout_ms": "5000", "fetch_timeout_ms": "30000"}
     flags = {"memory_bytes": "512MiB", "write_back_bytes": "512MiB", **patient}
-    if request.param == "directory":
-        with ended(DirectoryPlace(DirectoryService(tmp_path, flags))) as place:
-            yield place
-    elif request.param == "redis":
-        server: RedisServer = request.getfixturevalue("shared_redis")
-        with Redis.from_url(server.url) as client:
-            flags |= {"hot": server.url, "cold": "memory:"}
-            with ended(RedisPlace(Service(tmp_path, flags), client)) as place:
-                yield place
-            client.flushall()
+    if isinstance(medium, RedisMedium):
+        service = Service(tmp_path, flags | {"hot": medium.url, "cold": "memory:"})
+    elif isinstance(medium, S3Medium):
+        flags |= {"hot": "memory:", "cold": f"s3://{medium.bucket}/{medium.prefix}"}
+        service = Service(tmp_path, flags, environment=medium.server.environment)
     else:
-        rgw: CephRgw = request.getfixturevalue("shared_rgw")
-        bucket = f"chunks-{secrets.token_hex(4)}"
-        rgw.create_bucket(bucket)
-        flags |= {"hot": "memory:", "cold": f"s3://{bucket}/p"}
-        with ended(S3Place(Service(tmp_path, flags, environment=rgw.environment), rgw, bucket)) as place:
-            yield place
+        service = DirectoryService(tmp_path, flags)
+    try:
+        yield service
+    finally:
+        service.kill()
 
 
 @pytest.fixture
@@ -173,7 +106,12 @@ def client_said() -> Iterator[Callable[[], str]]:
 
 @pytest.mark.parametrize("num_damaged", [100, pytest.param(100_000, marks=pytest.mark.full)])
 def test_no_damaged_chunk_is_loaded(
-    config: Any, place: Place, num_damaged: int, tell: Callable[[str], None], client_said: Callable[[], str]
+    config: Any,
+    medium: RawMedium,
+    service: Service,
+    num_damaged: int,
+    tell: Callable[[str], None],
+    client_said: Callable[[], str],
 ) -> None:
     """Chunks are stored, most of their records are damaged in the tier, and the service starts with an empty memory:
     vLLM loads each other chunk, and none of the damaged ones."""
@@ -182,8 +120,8 @@ def test_no_damaged_chunk_is_loaded(
     choose, num_changed, num_loaded = random.Random(seed), 0, 0
     cache = cache_of(full(num_kv_heads=1, head_size=16), window(1 << 20), layers=1)
     prompts_at_once = 4 if num_damaged < 1000 else 200
-    with offloading(config, place.service.url) as make:
-        place.service.start()
+    with offloading(config, service.url) as make:
+        service.start()
         patient = {
             "lookup_timeout_ms": 30_000,
             "stall_timeout_ms": 10_000,
@@ -194,11 +132,11 @@ def test_no_damaged_chunk_is_loaded(
             prompts = [chain(f"{seed} {num_changed} {n}", _PROMPT_CHUNKS, group=1) for n in range(prompts_at_once)]
             keys = [key for prompt in prompts for key in prompt]
             store_chunks(engine, keys)
-            place.service.settle()
-            place.service.stop()
+            service.settle()
+            service.stop()
             victims = {key for key in keys if choose.random() < _DAMAGED_SHARE}
-            damage_chunks(engine, place, sorted(victims), keys, choose)
-            place.service.start()
+            damage_chunks(engine, medium, sorted(victims), keys, choose)
+            service.start()
             engine.manager.reset_cache()
             wait_reachable(engine)
             for number, prompt in enumerate(prompts):
@@ -208,9 +146,9 @@ def test_no_damaged_chunk_is_loaded(
                 assert loaded == {key for key in prompt if key not in victims}, said
                 num_loaded += len(loaded)
             num_changed += len(victims)
-            print(f"{type(place).__name__}: {num_changed:,} of {num_damaged:,}", flush=True)  # in S3 it takes an hour
+            print(f"{type(medium).__name__}: {num_changed:,} of {num_damaged:,}", flush=True)  # in S3 it takes an hour
     assert num_loaded > 0
-    tell(f"{type(place).__name__}: {num_changed:,} damaged chunks, 0 loaded; {num_loaded:,} good ones loaded")
+    tell(f"{type(medium).__name__}: {num_changed:,} damaged chunks, 0 loaded; {num_loaded:,} good ones loaded")
 
 
 def misses_of(engine: Offloader) -> dict[str, Any]:
@@ -245,21 +183,26 @@ def store_chunks(engine: Offloader, keys: list[bytes]) -> None:
 
 
 def damage_chunks(
-    engine: Offloader, place: Place, victims: list[bytes], keys: list[bytes], choose: random.Random
+    engine: Offloader, medium: RawMedium, victims: list[bytes], keys: list[bytes], choose: random.Random
 ) -> None:
     namespace = engine.tier.namespaces()[1]
 
     def record_of(key: bytes) -> RecordKey:
         return RecordKey(namespace, name_of_page(key), 0, 0)
 
+    def stored(key: bytes) -> bytes:
+        data = asyncio.run(medium.read(record_of(key)))
+        assert data is not None
+        return data
+
     def damage(key: bytes, choose: random.Random) -> None:
-        data = changed = place.read(record_of(key))
+        data = changed = stored(key)
         while changed == data:
             if choose.random() < 0.5:
                 changed = mutated(data, choose)
             elif (other := choose.choice(keys)) != key:
-                changed = DAMAGE[choose.choice(list(DAMAGE))](data, place.read(record_of(other)))
-        place.damage(record_of(key), changed)
+                changed = DAMAGE[choose.choice(list(DAMAGE))](data, stored(other))
+        asyncio.run(medium.write(record_of(key), changed))
 
     with ThreadPoolExecutor(8) as threads:
         list(threads.map(damage, victims, [random.Random(choose.random()) for _ in victims]))

@@ -25,7 +25,7 @@ from kvstore.tiers.base import PutOutcome, Tier
 from kvstore.tiers.redis import RedisTier
 from kvstore.tiers.redis.connection import Connection
 from kvstore.tiers.redis.reading import is_striped, stripe_names, stripe_ranges
-from tests.contract.redis_media import RedisMedium, raw_cluster
+from tests.contract.media import RedisMedium, raw_cluster
 from tests.integration import striped_writer
 
 pytestmark = pytest.mark.servers
