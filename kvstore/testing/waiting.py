@@ -20,18 +20,34 @@ def soon(seconds: float = _PATIENCE_S) -> Deadline:
     return Deadline.after(seconds)
 
 
-def eventually(condition: Callable[[], T], seconds: float = _PATIENCE_S) -> T:
+def eventually(
+    condition: Callable[[], T],
+    seconds: float = _PATIENCE_S,
+    *,
+    despite: type[Exception] | tuple[type[Exception], ...] = (),
+    why: str | Callable[[], object] = "",
+) -> T:
     """Wait for a condition to become true, and return its value.
 
+    Args:
+        despite: Errors of the condition that mean: not yet.
+        why: What to say if it has not in time, such as the log of a process.
+
     Raises:
-        AssertionError: It has not in time.
+        AssertionError: It has not in time; or the last one of those errors.
     """
     ends_s, pause_s = time.monotonic() + seconds, 0.001
-    while not (value := condition()):
-        assert time.monotonic() < ends_s, f"it did not happen within {seconds} s"
+    while True:
+        is_late = time.monotonic() >= ends_s
+        try:
+            if value := condition():
+                return value
+        except despite:
+            if is_late:
+                raise
+        assert not is_late, f"it did not happen within {seconds} s: {why() if callable(why) else why}"
         time.sleep(pause_s)
         pause_s = min(0.05, 1.2 * pause_s)
-    return value
 
 
 async def until(condition: Callable[[], object], seconds: float = _PATIENCE_S) -> None:

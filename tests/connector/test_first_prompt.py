@@ -6,7 +6,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -17,6 +16,7 @@ import pytest
 from kvstore.client import BlockingStore
 from kvstore.runtime.deadline import Deadline
 from kvstore.testing.engine import EngineProcess, EngineSpec, Request, seeded_prompt
+from kvstore.testing.waiting import eventually
 from kvstore.wire.private_place import private_socket_path
 
 pytestmark = pytest.mark.engine
@@ -41,19 +41,14 @@ def end_service(directory: Path) -> None:
     """End the private service of a directory, as its idleness would, once what it was given is on disk."""
     path = private_socket_path(directory)
     with BlockingStore(f"unix:{path}") as store:
-        ends_s = time.monotonic() + PATIENCE_S
-        while True:
-            status = store.status(deadline=Deadline.after(10.0))
-            queues = cast(Mapping[str, Any], status["write_back"])
-            if not any(queue["records"] for queue in queues.values()):
-                break
-            assert time.monotonic() < ends_s
-            time.sleep(0.05)
-        pid = cast(Mapping[str, Any], status["service"])["pid"]
+
+        def status() -> Any:
+            return store.status(deadline=Deadline.after(10.0))
+
+        eventually(lambda: not any(queue["records"] for queue in status()["write_back"].values()), PATIENCE_S)
+        pid = status()["service"]["pid"]
     os.kill(pid, signal.SIGTERM)
-    while path.exists():
-        assert time.monotonic() < ends_s, "the private service does not end"
-        time.sleep(0.05)
+    eventually(lambda: not path.exists(), PATIENCE_S, why="the private service does not end")
 
 
 def reason(directory: Path) -> tuple[object, object]:

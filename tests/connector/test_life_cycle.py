@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -10,6 +9,7 @@ import pytest
 
 from kvstore.testing.engine import EngineProcess, EngineSpec, Request, seeded_prompt
 from kvstore.testing.engine.spec import TrafficRequest
+from kvstore.testing.waiting import eventually
 from tests.connector.support.service import DirectoryService
 from tests.connector.support.soak import errors_in
 
@@ -89,10 +89,7 @@ def test_an_idle_engine_gives_its_blocks_back(
         running = engine(EngineSpec(checkpoint=llama, connector={"url": service.url}, multiprocess=multiprocess))
         (answer,) = running.generate([Request(seeded_prompt(401, LENGTH), 200)])
         if multiprocess:
-            ends_s = time.monotonic() + PATIENCE_S
-            while not running.reset_prefix_cache():
-                assert time.monotonic() < ends_s, "blocks are held for ever"
-                time.sleep(0.05)
+            eventually(running.reset_prefix_cache, PATIENCE_S, why="blocks are held for ever")
         else:
             running.traffic([], in_flight=1)  # only this test steps an engine in this process
             assert running.reset_prefix_cache()

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from kvstore.testing.engine import Answer, EngineProcess, EngineSpec, Request, seeded_prompt
+from kvstore.testing.waiting import eventually
 from tests.connector.support.service import DirectoryService
 
 pytestmark = pytest.mark.engine
@@ -53,10 +54,7 @@ class Bench:
         assert answer.ttft_s <= computing_s + EXTRA_S, (answer.ttft_s, computing_s)
 
     def expect_hits_again(self) -> None:
-        ends_s = time.monotonic() + PATIENCE_S
-        while self.ask().num_cached_tokens != RESTORED:
-            assert time.monotonic() < ends_s, "hits do not come back"
-            time.sleep(0.1)
+        eventually(lambda: self.ask().num_cached_tokens == RESTORED, PATIENCE_S, why="hits do not come back")
 
 
 @pytest.fixture(scope="module")

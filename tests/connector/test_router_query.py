@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ import pytest
 from kvstore.testing.checkpoints import write_checkpoint
 from kvstore.testing.engine import EngineProcess, EngineSpec, Request, seeded_prompt
 from kvstore.testing.servers.ports import free_address
+from kvstore.testing.waiting import eventually
 from tests.connector.support.runs import forget_own_cache
 from tests.connector.support.service import DirectoryService
 from tests.connector.support.stores import PATIENCE_S, PATIENT
@@ -28,16 +28,16 @@ OURS = 3
 
 def ask(url: str, tokens: list[int]) -> dict[str, Any]:
     """The answer for the engine, once it is connected."""
-    ends_s = time.monotonic() + PATIENCE_S
-    while True:
+
+    def answered() -> Any:
         answer = httpx.post(f"{url}/v1/query", json={"model": "chat", "token_ids": tokens}, timeout=PATIENCE_S)
         assert answer.status_code == 200, answer.text
-        if found := answer.json():
-            assert list(found) == ["default"] and list(found["default"]) == ["node-7"]
-            match: dict[str, Any] = found["default"]["node-7"]
-            return match
-        assert time.monotonic() < ends_s, "the engine is not connected"
-        time.sleep(0.05)
+        return answer.json()
+
+    found = eventually(answered, PATIENCE_S, why="the engine is not connected")
+    assert list(found) == ["default"] and list(found["default"]) == ["node-7"]
+    match: dict[str, Any] = found["default"]["node-7"]
+    return match
 
 
 def connections(service: DirectoryService) -> int:
@@ -77,8 +77,7 @@ def test_an_engine_gets_what_was_said(
             if number == QUESTIONS // 2:
                 service.stop()
                 service.start()
-                while connections(service) < num_connections:
-                    time.sleep(0.05)
+                eventually(lambda: connections(service) >= num_connections)
             prompt = prompts[numbers.integers(len(prompts))]
             kept = int(numbers.integers(len(prompt))) if number % 2 else len(prompt)
             asked = [*prompt[:kept], *seeded_prompt(800 + number, int(numbers.integers(1, 300)))]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from shutil import rmtree
@@ -16,6 +16,7 @@ from msgspec import msgpack
 from kvstore.testing.engine import EngineSpec, Request, seeded_prompt
 from kvstore.testing.engine.server import ApiServer, start_api_server
 from kvstore.testing.servers.otlp import span_receiver
+from kvstore.testing.waiting import eventually
 from tests.connector.support.releases import RELEASE
 from tests.connector.support.service import DirectoryService
 
@@ -70,13 +71,6 @@ def listening(endpoint: str) -> Iterator[Listener]:
         listener.close()
 
 
-def wait_for(condition: Callable[[], object], what: str) -> None:
-    ends_s = time.monotonic() + PATIENCE_S
-    while not condition():
-        assert time.monotonic() < ends_s, what
-        time.sleep(0.1)
-
-
 def forget_local_cache(server: ApiServer) -> None:
     """Empty vLLM's own prefix cache; blocks that are still being saved are waited for."""
 
@@ -85,7 +79,7 @@ def forget_local_cache(server: ApiServer) -> None:
         with urllib.request.urlopen(call, timeout=PATIENCE_S) as answer:
             return bool(answer.status == 200)
 
-    wait_for(reset, "the engine's own cache cannot be emptied")
+    eventually(reset, why="the engine's own cache cannot be emptied")
 
 
 def blocks_of(events: list[dict[str, object]]) -> set[object]:
@@ -124,9 +118,9 @@ def test_a_server_shows_what_the_connector_does(llama: Path, work: Path, tmp_pat
             computed = server.complete(Request(PROMPT), kv_transfer_params={"do_remote_decode": True})
             assert computed.num_cached_tokens == 0
             assert computed.kv_transfer_params == {"kvstore_handoff": {"tokens": RESTORED}}
-            wait_for(
+            eventually(
                 lambda: len(blocks_of(listener.ours("BlockStored"))) >= (RESTORED + 256) // BLOCK,
-                "events of stored pages do not come",
+                why="events of stored pages do not come",
             )
             see_stored(server, listener)
 
@@ -136,20 +130,20 @@ def test_a_server_shows_what_the_connector_does(llama: Path, work: Path, tmp_pat
             assert restored.num_cached_tokens == RESTORED
             assert restored.kv_transfer_params is None
             see_restored(server)
-            wait_for(lambda: is_told_again(listener), "events of the hit do not come")
-            wait_for(
-                lambda: {(span.service, span.name) for span in receiver.of_trace(TRACE)} >= TRACED, "spans are lost"
+            eventually(lambda: is_told_again(listener), why="events of the hit do not come")
+            eventually(
+                lambda: {(span.service, span.name) for span in receiver.of_trace(TRACE)} >= TRACED, why="spans are lost"
             )
             assert {span.parent for span in receiver.of_trace(TRACE) if (span.service, span.name) in TRACED} == {CALLER}
 
             service.stop()
             rmtree(service.records)
             service.start()
-            wait_for(lambda: is_answered(server), "the connector does not find the service again")
+            eventually(lambda: is_answered(server), why="the connector does not find the service again")
             assert server.complete(Request(PROMPT, max_tokens=2)).tokens == computed.tokens[:2]
-            wait_for(
+            eventually(
                 lambda: len(blocks_of(listener.ours("BlockRemoved"))) == RESTORED // BLOCK,
-                "events of removed pages do not come",
+                why="events of removed pages do not come",
             )
             stored = [event["block_hashes"] for event in listener.ours("BlockStored")]
             assert all(event["block_hashes"] in stored for event in listener.ours("BlockRemoved"))

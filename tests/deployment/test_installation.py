@@ -10,7 +10,6 @@ import re
 import shutil
 import subprocess
 import sys
-import time
 import tomllib
 import urllib.request
 import venv
@@ -25,6 +24,7 @@ import pytest
 import kvstore
 from kvstore.doctor.versions import DISTRIBUTION
 from kvstore.testing.servers.ports import free_ports
+from kvstore.testing.waiting import eventually
 from tests.architecture.sources import ROOT, files
 
 SENT = ("kvstore", "connector", "migrations", "pyproject.toml", "README.md", "LICENSE")
@@ -223,10 +223,9 @@ def test_commands_of_the_pages_install(bare: Environment, clone: Path, tmp_path:
     (port,) = free_ports(1)
     with Environment(apart).serving(tmp_path, "--cold", "memory:", KVSTORE_ADMIN_LISTEN=f"127.0.0.1:{port}") as said:
         assert "no administration interface" not in said, said
-        ends_s = time.monotonic() + 60
-        while not answers(f"http://127.0.0.1:{port}/livez"):
-            assert time.monotonic() < ends_s, "the administration interface does not answer"
-            time.sleep(0.1)
+        eventually(
+            lambda: answers(f"http://127.0.0.1:{port}/livez"), why="the administration interface does not answer"
+        )
 
 
 @pytest.mark.full

@@ -17,6 +17,7 @@ from typing import Any, Self
 
 from kvstore.testing.servers.ports import free_ports
 from kvstore.testing.servers.process import ServerProcess
+from kvstore.testing.waiting import eventually
 from tests.architecture.sources import ROOT
 
 MODEL = "org/model"
@@ -69,10 +70,11 @@ class DynamoIndexer:
 
     def await_credit(self, worker: int, tokens: Sequence[int], expected: tuple[int, int, int]) -> None:
         """Wait until a worker is credited for this."""
-        ends_s = time.monotonic() + _PATIENCE_S
-        while (seen := self.credit(worker, tokens)) != expected:
-            assert time.monotonic() < ends_s, f"{seen} instead of {expected}\n{self._process.log_tail()}"
-            time.sleep(0.05)
+
+        def found() -> str:
+            return f"{self.credit(worker, tokens)} instead of {expected}\n{self._process.log_tail()}"
+
+        eventually(lambda: self.credit(worker, tokens) == expected, _PATIENCE_S, why=found)
 
     def await_subscription(self, worker: int, tokens: Sequence[int], publish: Callable[[], None]) -> None:
         """Publish again and again until a worker is credited for something: a subscription takes its time."""

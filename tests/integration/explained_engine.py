@@ -87,17 +87,11 @@ class Engine:
         return answers[0]
 
     def explain(self, request_id: str) -> Mapping[str, Any]:
-        answers: list[Mapping[str, Any]] = []
-
-        def told() -> bool:
-            try:
-                answers.append(self.bridge.run(lambda store: store.explain(request_id, deadline=soon(), tenant=None)))
-            except InvalidRequest:
-                return False
-            return True
-
-        eventually(told)
-        return answers[0]
+        told: Mapping[str, Any] = eventually(
+            lambda: self.bridge.run(lambda store: store.explain(request_id, deadline=soon(), tenant=None)),
+            despite=InvalidRequest,
+        )
+        return told
 
     def listed(self) -> dict[str, str]:
         """By request, the reason in the list of the latest ones."""

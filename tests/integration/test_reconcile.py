@@ -26,7 +26,7 @@ from kvstore.store.tiered import TieredStore
 from kvstore.testing.catalog_contract import mark_complete
 from kvstore.testing.prompts import HYBRID, Prompt
 from kvstore.testing.servers import RedisServer, redis_server
-from kvstore.testing.waiting import soon
+from kvstore.testing.waiting import soon, until
 from kvstore.tiers.base import PutOutcome
 
 pytestmark = pytest.mark.servers
@@ -212,9 +212,7 @@ async def test_what_a_rebuild_adds_does_not_end_it(client: Redis, shared_redis: 
 async def test_a_fresh_store_is_not_called_incomplete(client: Redis, shared_redis: RedisServer, tmp_path: Path) -> None:
     """Nothing is stored: the first that is known of its catalog, long before the second check, is that it is whole."""
     async with open_store(settings_for(shared_redis, tmp_path, 600.0)) as store:
-        async with asyncio.timeout(WITHIN_S):
-            while "catalog_complete" not in store.meters.snapshot():
-                await asyncio.sleep(0.01)
+        await until(lambda: "catalog_complete" in store.meters.snapshot(), WITHIN_S)
         assert store.meters.get("catalog_complete") == 1
 
 
@@ -247,8 +245,6 @@ async def test_a_redis_that_was_flushed_under_a_service(
                 await asyncio.sleep(0.02)
         await client.flushall()
         await save(store, [after])
-        async with asyncio.timeout(WITHIN_S):
-            while "the catalog is complete again" not in caplog.text:
-                await asyncio.sleep(0.02)
+        await until(lambda: "the catalog is complete again" in caplog.text, WITHIN_S)
         assert await catalog.namespaces(deadline=soon()) == {after.namespace: ""}
         assert await told(catalog) == await scanned(settings)

@@ -28,7 +28,7 @@ from kvstore.testing.records import make_key, make_record
 from kvstore.testing.servers import RedisCluster, RedisServer
 from kvstore.testing.servers.ports import free_ports
 from kvstore.testing.servers.redis import redis_process
-from kvstore.testing.waiting import soon
+from kvstore.testing.waiting import soon, until
 from kvstore.tiers.guarded import GuardedTier
 from kvstore.tiers.locations import parse_redis
 from kvstore.tiers.redis import RedisTier, open_control
@@ -253,9 +253,7 @@ async def test_one_dead_node_does_not_end_the_use_of_others(cluster: RedisCluste
     for _ in range(3):  # until its own breaker is open; three failures in a row also open the guard
         with pytest.raises(Unavailable):
             await guard.get(here, deadline=Deadline.after(_SOON_S))
-    async with asyncio.timeout(_SOON_S):
-        while guard.is_open:
-            await asyncio.sleep(0.05)
+    await until(lambda: not guard.is_open, _SOON_S)
     refused = meters.get("tier_refused", tier="redis")
     for _ in range(5):
         for _ in range(3):

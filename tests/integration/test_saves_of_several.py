@@ -25,7 +25,7 @@ from kvstore.runtime.deadline import Deadline
 from kvstore.testing.prompts import Prompt
 from kvstore.testing.serve import Service
 from kvstore.testing.servers import redis_server
-from kvstore.testing.waiting import soon
+from kvstore.testing.waiting import soon, until
 from kvstore.tiers.base import Tier
 from kvstore.tiers.filesystem import FilesystemTier
 from kvstore.tiers.redis import RedisTier
@@ -195,9 +195,7 @@ def num_mapped() -> int:
 
 async def until_free(client: PageStore, expected: int) -> None:
     """Return when so many buffers can be taken: all."""
-    async with asyncio.timeout(60):
-        while num_free(client) != expected:
-            await asyncio.sleep(0.02)
+    await until(lambda: num_free(client) == expected)
 
 
 async def test_services_that_are_killed_while_one_saves(tmp_path: Path) -> None:

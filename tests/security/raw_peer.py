@@ -5,12 +5,12 @@ from __future__ import annotations
 import socket
 import ssl
 import struct
-import time
 from typing import Any
 
 import msgpack
 
 from kvstore.testing.attacked import AttackedService
+from kvstore.testing.waiting import eventually
 from kvstore.wire import messages
 from kvstore.wire.address import UnixAddress, parse_address
 from kvstore.wire.frames import pack_head
@@ -125,13 +125,6 @@ class RawPeer:
         self.die()
 
 
-def wait_until_greeted(service: AttackedService, token: str = "") -> None:
-    """Return once a service that was just started answers a hello."""
-    give_up_s = time.monotonic() + 60
-    while True:
-        try:
-            RawPeer(service.url, token).die()
-            return
-        except OSError:
-            assert time.monotonic() < give_up_s, service.log_tail()
-            time.sleep(0.05)
+def greeted(service: AttackedService, token: str = "") -> RawPeer:
+    """A peer of a service that may have been started just now, or is busy with many others."""
+    return eventually(lambda: RawPeer(service.url, token), despite=OSError)

@@ -15,7 +15,8 @@ from kvstore.errors import InvalidRequest
 from kvstore.runtime.sizes import BYTES_MAX, parse_bytes
 from kvstore.settings import Settings, load_settings
 from kvstore.testing.attacked import AttackedService
-from tests.security.raw_peer import RawPeer
+from kvstore.testing.waiting import eventually
+from tests.security.raw_peer import RawPeer, greeted
 
 DIGITS = "9" * 400
 ABSURD = (
@@ -80,13 +81,8 @@ def test_all_files_are_open(folder: Path) -> None:
     limited = ["bash", "-c", 'ulimit -Sn 256; ulimit -Hn 256; exec "$@"', "bash"]
     made.process.command = [*limited, *made.process.command]
     with made, ExitStack() as stack:
+        first = stack.enter_context(greeted(made))
         give_up_s = time.monotonic() + 60
-        while True:
-            with suppress(OSError):
-                first = stack.enter_context(RawPeer(made.url))
-                break
-            assert time.monotonic() < give_up_s, made.log_tail()
-            time.sleep(0.05)
         with ExitStack() as others:
             while "no more descriptors" not in made.log_tail():
                 assert time.monotonic() < give_up_s
@@ -98,9 +94,4 @@ def test_all_files_are_open(folder: Path) -> None:
             assert made.log_tail().count("no more descriptors") == 1
             assert "Traceback" not in made.log_tail()
             assert not first.is_ended()
-        while True:
-            with suppress(OSError, AssertionError):
-                RawPeer(made.url).die()
-                break
-            assert time.monotonic() < give_up_s
-            time.sleep(0.1)
+        eventually(lambda: RawPeer(made.url), despite=(OSError, AssertionError)).die()

@@ -8,6 +8,7 @@ import socket
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import ExitStack, suppress
+from functools import partial
 from pathlib import Path
 
 import httpx
@@ -16,6 +17,7 @@ import pytest
 from kvstore.service.admin import gate, serving
 from kvstore.testing.attacked import AttackedService
 from kvstore.testing.servers.redis_tls import make_certificate
+from kvstore.testing.waiting import eventually, until
 from tests.unit.admin.service_harness import open_service
 
 HALVES = {
@@ -30,13 +32,8 @@ HALVES = {
 @pytest.fixture
 async def service(folder: Path) -> AsyncIterator[AttackedService]:
     with AttackedService(folder, tokens={"x": "x"}) as made:
-        give_up_s = time.monotonic() + 60
-        while True:
-            with suppress(httpx.TransportError):
-                if httpx.get(f"http://{made.admin}/readyz").status_code == 200:
-                    break
-            assert time.monotonic() < give_up_s, made.log_tail()
-            await asyncio.sleep(0.05)
+        url = f"http://{made.admin}/readyz"
+        eventually(lambda: httpx.get(url).status_code == 200, despite=httpx.TransportError, why=made.log_tail)
         yield made
 
 
@@ -137,8 +134,7 @@ async def test_who_ends_in_a_body_is_no_bug(tmp_path: Path, caplog: pytest.LogCa
             )
             sock = await asyncio.to_thread(said, made.url.rpartition("/")[2], data)
             sock.shutdown(socket.SHUT_WR)
-            while not is_ended(sock):
-                await asyncio.sleep(0.01)
+            await until(partial(is_ended, sock))
             sock.close()
         async with made.client("red") as client:
             assert (await client.get("/v1/requests")).status_code == 200

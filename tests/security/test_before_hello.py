@@ -22,7 +22,7 @@ from kvstore.wire import messages
 from kvstore.wire.address import parse_address
 from kvstore.wire.frames import HELLO_HEAD_BYTES_MAX
 from kvstore.wire.tls import ServerTls
-from tests.security.raw_peer import RawPeer, head_bytes, prefix, wait_until_greeted
+from tests.security.raw_peer import RawPeer, greeted, head_bytes, prefix
 
 KINDS = ("unix", "tcp", "tls")
 LIMITS = ServiceLimits()
@@ -38,7 +38,7 @@ async def service(request: pytest.FixtureRequest, folder: Path) -> AsyncIterator
         settings = {"tls_certificate_file": str(certificate), "tls_key_file": str(key)}
     listen = None if request.param == "unix" else f"{request.param}://127.0.0.1:{port}"
     with AttackedService(folder, listen=listen, tokens={"x": "x"}, settings=settings) as made:
-        wait_until_greeted(made, HEALTHY)
+        greeted(made, HEALTHY).die()
         yield made
 
 

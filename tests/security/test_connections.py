@@ -23,7 +23,7 @@ from kvstore.testing.waiting import until
 from kvstore.wire import messages
 from kvstore.wire.address import parse_address
 from kvstore.wire.frames import MAX_HEAD_BYTES, pack_head
-from tests.security.raw_peer import RawPeer, head_bytes, prefix, wait_until_greeted
+from tests.security.raw_peer import RawPeer, greeted, head_bytes, prefix
 
 GREEDY, MODEST = "greedy", "modest"
 MIB = 1 << 20
@@ -65,7 +65,7 @@ async def test_one_token_opens_many_connections(folder: Path, tell: Callable[[st
             return f"{number} connections, then: {said}"
 
     with service:
-        wait_until_greeted(service, HEALTHY)
+        greeted(service, HEALTHY).die()
         seen = await beside(service, lambda: asyncio.to_thread(lambda: tell(attack())))
         seen.check()
         assert seen_states == [200]
@@ -76,7 +76,7 @@ def test_no_more_files_is_said_seldom(folder: Path) -> None:
     """Peers come and go where no file is left: one warning, no traceback."""
     service = limited(AttackedService(folder, tokens={GREEDY: GREEDY}), 256)
     with service:
-        wait_until_greeted(service, HEALTHY)
+        greeted(service, HEALTHY).die()
         give_up_s = time.monotonic() + 30
         for _ in range(3):
             with ExitStack() as stack:
@@ -137,8 +137,7 @@ async def test_unfinished_heads(server: Server, tell: Callable[[str], None]) -> 
             assert heads.used_bytes <= 24 * MIB
             for peer in peers:
                 peer.die()
-            while heads.used_bytes:
-                await asyncio.sleep(0.05)
+            await until(lambda: not heads.used_bytes)
 
 
 async def test_a_head_of_small_values(server: Server) -> None:

@@ -15,7 +15,7 @@ from kvstore.testing.prompts import ATTENTION, Prompt
 from kvstore.testing.servers.ports import free_ports
 from kvstore.testing.servers.redis_tls import make_certificate
 from kvstore.wire import convert, messages
-from tests.security.raw_peer import RawPeer, head_bytes, prefix
+from tests.security.raw_peer import RawPeer, greeted, head_bytes, prefix
 
 MEMORY_BYTES = 64 << 20
 LARGE_BYTES = 40 << 20
@@ -44,18 +44,8 @@ def service(request: pytest.FixtureRequest, folder: Path) -> Iterator[AttackedSe
         yield made
 
 
-def connected(service: AttackedService) -> RawPeer:
-    give_up_s = time.monotonic() + 60
-    while True:
-        try:
-            return RawPeer(service.url, HEALTHY)
-        except OSError:
-            assert time.monotonic() < give_up_s, service.log_tail()
-            time.sleep(0.05)
-
-
 def opened(service: AttackedService) -> RawPeer:
-    peer = connected(service)
+    peer = greeted(service, HEALTHY)
     peer.send(head_bytes(messages.OpenNamespace(1, 20_000, PROMPT.description.canonical)))
     assert (peer.receive() or {})["type"] == "namespace_opened"
     return peer
@@ -68,7 +58,7 @@ def save_of(num_bytes: int, number: int = 7, deadline_ms: int = 20_000) -> bytes
 def in_head(service: AttackedService) -> None:
     """All but the last byte of the largest head has come."""
     for _ in range(NUM_PEERS):
-        peer = connected(service)
+        peer = greeted(service, HEALTHY)
         peer.send(prefix(4 << 20) + bytes((4 << 20) - 1))
         peer.die()
 
@@ -76,14 +66,14 @@ def in_head(service: AttackedService) -> None:
 def in_payload(service: AttackedService) -> None:
     """All but the last byte of a record has come."""
     for _ in range(NUM_PEERS):
-        peer = connected(service)
+        peer = greeted(service, HEALTHY)
         peer.send(save_of(LARGE_BYTES) + bytes(LARGE_BYTES - 1))
         peer.die()
 
 
 def waiting_for_room(service: AttackedService) -> None:
     """Six have all the room, two wait for some; all die together."""
-    peers = [connected(service) for _ in range(NUM_PEERS)]
+    peers = [greeted(service, HEALTHY) for _ in range(NUM_PEERS)]
     for peer in peers[:6]:
         peer.send(save_of(LARGE_BYTES) + bytes(LARGE_BYTES - 1))
     for peer in peers[6:]:
@@ -96,7 +86,7 @@ def waiting_for_room(service: AttackedService) -> None:
 def refused_record(service: AttackedService) -> None:
     """A whole record has come that is none: it is answered with an error, which no peer reads."""
     for _ in range(NUM_PEERS):
-        peer = connected(service)
+        peer = greeted(service, HEALTHY)
         peer.send(save_of(LARGE_BYTES) + bytes(LARGE_BYTES))
         assert (peer.receive() or {})["type"] == "error"
         peer.send(save_of(LARGE_BYTES) + bytes(LARGE_BYTES))
@@ -106,7 +96,7 @@ def refused_record(service: AttackedService) -> None:
 def too_late(service: AttackedService) -> None:
     """The deadline of a save passes when half of it has come; the rest is dropped as it comes."""
     for number in range(NUM_PEERS):
-        peer = connected(service)
+        peer = greeted(service, HEALTHY)
         peer.send(save_of(LARGE_BYTES, number, 50) + bytes(LARGE_BYTES // 2))
         time.sleep(0.1)
         peer.send(bytes(LARGE_BYTES // 4))
@@ -116,7 +106,7 @@ def too_late(service: AttackedService) -> None:
 def cut_off(service: AttackedService) -> None:
     """A bad frame follows a record: the service ends the connection itself."""
     for _ in range(NUM_PEERS):
-        peer = connected(service)
+        peer = greeted(service, HEALTHY)
         with suppress(OSError):
             peer.send(save_of(LARGE_BYTES) + bytes(LARGE_BYTES) + b"rubbish of sixteen bytes and more")
         while peer.receive() is not None:
@@ -140,7 +130,7 @@ def unread(service: AttackedService) -> None:
     lease = staged["lease"]
     assert isinstance(lease, bytes) and lease
     for _ in range(NUM_PEERS):
-        dying = connected(service)
+        dying = greeted(service, HEALTHY)
         dying.send(head_bytes(messages.OpenNamespace(1, 20_000, PROMPT.description.canonical)))
         fields = convert.key_fields(record.key)
         for number in range(2, 18):

@@ -19,7 +19,7 @@ from kvstore.testing.prompts import ATTENTION, Prompt
 from kvstore.testing.waiting import until
 from kvstore.wire import convert, messages
 from kvstore.wire.address import parse_address
-from tests.security.raw_peer import RawPeer, head_bytes, wait_until_greeted
+from tests.security.raw_peer import RawPeer, greeted, head_bytes
 
 PROMPT = Prompt(ATTENTION, "answers", 128)
 OVER_64_BITS = 1 << 70
@@ -120,7 +120,7 @@ async def test_half_a_character_in_an_answer(served: tuple[OddStore, str]) -> No
 def service(folder: Path) -> Iterator[AttackedService]:
     """The real one, on its own loop."""
     with AttackedService(folder) as made:
-        wait_until_greeted(made)
+        greeted(made).die()
         yield made
 
 

@@ -435,8 +435,7 @@ async def save_for_ever(url: str, name: str) -> None:
     store = connect(url, options=ClientOptions(save_memory_bytes=64 * MIB))
     await store.wait_ready(deadline=Deadline.after(60))
     await store.open_namespace(PROMPT.description, deadline=Deadline.after(60))
-    while store.shared_buffer(MIB) is None:
-        await asyncio.sleep(0.001)
+    await until(lambda: store.shared_buffer(MIB) is not None)
     for turn in range(1_000_000):
         made = []
         for record in prompt_of(name, turn).records():

@@ -14,9 +14,10 @@ from kvstore.service.server import Server
 from kvstore.testing.attacked import HEALTHY, AttackedService
 from kvstore.testing.dict_store import DictStore
 from kvstore.testing.prompts import ATTENTION, Prompt
+from kvstore.testing.waiting import until
 from kvstore.wire import messages
 from kvstore.wire.address import parse_address
-from tests.security.raw_peer import RawPeer, head_bytes, prefix, wait_until_greeted
+from tests.security.raw_peer import RawPeer, greeted, head_bytes, prefix
 
 PROMPT = Prompt(ATTENTION, "room", 64, payload_bytes=1 << 20, tenant=HEALTHY)
 ROOM_BYTES = ServiceLimits().receive_bytes
@@ -27,7 +28,7 @@ async def service(folder: Path) -> AsyncIterator[AttackedService]:
     """With a reader, which may save nothing, beside the healthy client."""
     tokens = {"reader": "other", "saver": "other"}
     with AttackedService(folder, tokens=tokens, scopes={"reader": ("read",)}) as made:
-        wait_until_greeted(made, HEALTHY)
+        greeted(made, HEALTHY).die()
         yield made
 
 
@@ -99,13 +100,10 @@ async def test_what_stops_in_the_middle_is_given_up(folder: Path, kind: str) -> 
             peer.send(head_bytes(messages.Save(1, 60_000, "memory"), ROOM_BYTES // 4) + bytes(1000))
     async with asyncio.timeout(20):
         if kind == "head":
-            while server.describe()["sessions"]:
-                await asyncio.sleep(0.05)
+            await until(lambda: not server.describe()["sessions"])
         else:
-            while server.describe()["receive_bytes_used"] == 0:
-                await asyncio.sleep(0.01)
-            while server.describe()["receive_bytes_used"]:
-                await asyncio.sleep(0.05)
+            await until(lambda: server.describe()["receive_bytes_used"])
+            await until(lambda: not server.describe()["receive_bytes_used"])
     for peer in peers:
         if kind == "head":
             assert "did not arrive in time" in (await asyncio.to_thread(peer.receive) or {})["message"]

@@ -23,7 +23,7 @@ from kvstore.testing.servers.redis_tls import make_certificate
 from kvstore.wire import convert, messages
 from kvstore.wire.address import parse_address
 from kvstore.wire.tls import ServerTls
-from tests.security.raw_peer import RawPeer, head_bytes, wait_until_greeted
+from tests.security.raw_peer import RawPeer, greeted, head_bytes
 
 MIB = 1 << 20
 NUM_PEERS = 100
@@ -39,7 +39,7 @@ async def service(request: pytest.FixtureRequest, folder: Path) -> AsyncIterator
     (port,) = free_ports(1)
     listen = None if request.param == "unix" else f"tcp://127.0.0.1:{port}"
     with AttackedService(folder, listen=listen, tokens={"operator": ALL_TENANTS}) as made:
-        wait_until_greeted(made, HEALTHY)
+        greeted(made, HEALTHY).die()
         yield made
 
 

@@ -25,6 +25,7 @@ from kvstore.service.admin.jobs.board import JobBoard
 from kvstore.service.admin.jobs.job import Job, JobKeeper, JobKind, JobProgress, JobState
 from kvstore.service.authentication import Grant
 from kvstore.testing.servers.ports import free_ports
+from kvstore.testing.waiting import until
 from tests.unit.admin.service_harness import ended, open_service, prompt_of
 from tests.virtual_time import ManualClock
 
@@ -132,8 +133,7 @@ async def test_jobs_of_a_killed_service_are_listed(tmp_path: Path, capsys: pytes
         async with httpx.AsyncClient(base_url=url, timeout=START_S) as client:
             again = await ended(client, started)
             assert again["state"] == "done"
-            while book.read_text() != "{}":
-                await asyncio.sleep(0.01)
+            await until(lambda: book.read_text() == "{}")
         listed: list[dict[str, Any]] = json.loads(said("--json"))["jobs"]
         assert [(one["job"], one["state"]) for one in listed] == [(again["job"], "done")]
         assert main(["jobs", "--cancel", "--admin-url", url]) == 2
@@ -196,8 +196,7 @@ async def test_a_job_that_ended_just_before_its_service_was_not_interrupted(tmp_
             await super().remove(names, deadline=deadline)
 
     async def work(job: Job) -> None:
-        while not (tmp_path / "jobs.json").exists():
-            await asyncio.sleep(0.01)
+        await until((tmp_path / "jobs.json").exists)
 
     board = JobBoard(JobKeeper(SlowBook(tmp_path, JOBS), HOME))
     board.start(JobKind.GC, Grant(None), work, about={})

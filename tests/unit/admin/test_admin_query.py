@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 from collections.abc import Mapping
 from contextlib import AsyncExitStack
@@ -17,7 +16,7 @@ from kvstore.model.keys import NamespaceId
 from kvstore.store.encryption.encrypted import EncryptedStore
 from kvstore.testing.keys import write_keys
 from kvstore.testing.prompts import ATTENTION, HYBRID, WINDOWED, Prompt
-from kvstore.testing.waiting import soon
+from kvstore.testing.waiting import soon, until
 from kvstore.wire import convert
 from tests.unit.admin.connected_engines import TOKENS, chain, engine, instance
 from tests.unit.admin.service_harness import open_service
@@ -95,8 +94,7 @@ async def test_engines_come_and_go(tmp_path: Path) -> None:
                 assert (await ask(client))["default"]["e"]["longest_matched"] == 0
             await store.open_namespace(other.description, deadline=soon())  # its weights have changed
             assert (await ask(client))["default"]["e"]["namespaces"] == [other.namespace.hex()]
-        while made.server.engines():
-            await asyncio.sleep(0.01)
+        await until(lambda: not made.server.engines())
         assert await ask(client) == {}
 
 

@@ -9,7 +9,6 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from contextlib import suppress
 from pathlib import Path
 
@@ -162,10 +161,7 @@ def test_a_service_is_served_asked_and_ended(tmp_path: Path) -> None:
     flags = ["--listen", url, "--cold", cold, "--memory-bytes", "16MiB", "--disk-bytes", "900TiB"]
     with subprocess.Popen([*COMMAND, "serve", *flags], stderr=subprocess.PIPE, text=True) as service:
         try:
-            ends_s = time.monotonic() + 20
-            while not place.exists():
-                assert time.monotonic() < ends_s
-                time.sleep(0.02)
+            eventually(place.exists, 20)
             code, out, err = run("status", "--json", "--url", url)
             assert (code, err) == (0, "")
             values = json.loads(out)

@@ -21,7 +21,7 @@ from kvstore.client import BlockingStore
 from kvstore.errors import Closed, InvalidRequest, Unavailable
 from kvstore.testing.prompts import ATTENTION, Prompt
 from kvstore.testing.service_process import ServiceProcess
-from kvstore.testing.waiting import soon
+from kvstore.testing.waiting import eventually, soon
 
 PROMPT = Prompt(ATTENTION, "blocking", 256, payload_bytes=100_000)
 
@@ -56,9 +56,7 @@ def test_every_call_from_plain_threads(store: BlockingStore) -> None:
     store.discard(staged.keys[0], "test", deadline=soon())
     assert store.lookup(PROMPT.query(), deadline=soon()).resume_tokens < 256
     store.release(lease)
-    ends_s = time.monotonic() + 5
-    while store.status(deadline=soon())["leases"] != 0:
-        assert time.monotonic() < ends_s
+    eventually(lambda: store.status(deadline=soon())["leases"] == 0, 5)
 
 
 def test_waiting_on_the_loops_own_thread_is_refused(store: BlockingStore) -> None:
@@ -115,12 +113,9 @@ def test_cancelled_futures_cancel_their_calls(tmp_path: Path) -> None:
         future = store.submit(lambda to: to.status(deadline=Deadline.after(60)))
         time.sleep(0.05)
         assert future.cancel()
-        ends_s = time.monotonic() + 5
         control = store._store.pool.now()
         assert control is not None
-        while control._pending:
-            assert time.monotonic() < ends_s
-            time.sleep(0.01)
+        eventually(lambda: not control._pending, 5)
 
 
 def test_close_ends_running_calls_and_the_thread(tmp_path: Path) -> None:
@@ -228,10 +223,7 @@ time.sleep(30)
         assert sessions(watcher) == 6
         process.kill()
         try:
-            ends_s = time.monotonic() + 5
-            while sessions(watcher) != 3:
-                assert time.monotonic() < ends_s
-                time.sleep(0.02)
+            eventually(lambda: sessions(watcher) == 3, 5)
         finally:
             os.kill(child, 9)
 

@@ -21,7 +21,7 @@ from kvstore.errors import InvalidRequest, Unavailable
 from kvstore.settings import load_settings
 from kvstore.testing.prompts import ATTENTION, Prompt
 from kvstore.testing.serve import private_service_pids
-from kvstore.testing.waiting import soon
+from kvstore.testing.waiting import eventually, soon
 from kvstore.wire.address import UNIX_PATH_BYTES_MAX
 from kvstore.wire.private_place import default_directory, private_socket_path
 
@@ -49,18 +49,12 @@ def options(tmp_path: Path) -> Iterator[EmbeddedOptions]:
 
 def gone(directory: Path, seconds: float) -> None:
     """Wait until no service serves the directory: its own processes name it on their command lines."""
-    ends_s = time.monotonic() + seconds
-    while private_service_pids(directory):
-        assert time.monotonic() < ends_s
-        time.sleep(0.02)
+    eventually(lambda: not private_service_pids(directory), seconds)
 
 
 def wait_for_services(directory: Path, pids: list[int]) -> None:
     """Exactly these are left once the process that started the service has ended, which is when it is ready."""
-    ends_s = time.monotonic() + 2
-    while private_service_pids(directory) != pids:
-        assert time.monotonic() < ends_s
-        time.sleep(0.01)
+    eventually(lambda: private_service_pids(directory) == pids, 2)
 
 
 def pid_of(store: BlockingStore) -> int:
@@ -126,16 +120,8 @@ def test_a_killed_service_is_started_again_by_its_clients(options: EmbeddedOptio
         first = pid_of(one)
         assert first == pid_of(other)
         os.kill(first, signal.SIGKILL)
-        ends_s = time.monotonic() + 5
-        for store in (one, other):
-            while True:
-                try:
-                    second = pid_of(store)
-                    break
-                except Unavailable:
-                    assert time.monotonic() < ends_s
-                    time.sleep(0.02)
-            assert second != first
+        second = eventually(lambda: pid_of(one), 5, despite=Unavailable)
+        assert second == eventually(lambda: pid_of(other), 5, despite=Unavailable) != first
         wait_for_services(options.directory, [second])
 
 

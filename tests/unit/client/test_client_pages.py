@@ -22,7 +22,7 @@ from kvstore.errors import Closed, InvalidRequest, Unavailable
 from kvstore.model.coverage import usable_lengths
 from kvstore.model.keys import Boundary
 from kvstore.testing.service_process import ServiceProcess
-from kvstore.testing.waiting import soon
+from kvstore.testing.waiting import eventually, soon
 
 DESCRIPTION = describe_pages({"weights_id": "w", "model": "m"}, page_tokens=64)
 
@@ -152,14 +152,7 @@ def test_an_outage_and_its_end(service: ServiceProcess, store: BlockingStore) ->
     with pytest.raises(Unavailable):
         door.exists(["k"])
     service.start()
-    ends_s = time.monotonic() + 30
-    while True:
-        try:
-            assert door.exists(["k"]) == 0
-            break
-        except Unavailable:
-            assert time.monotonic() < ends_s
-            time.sleep(0.05)
+    eventually(lambda: door.exists(["k"]) == 0, 30, despite=Unavailable)
     assert door.write_from(["k"], [page]) == [True]
     target = empty_like(page)
     assert door.read_into(["k"], [target]) == 1 and target == page

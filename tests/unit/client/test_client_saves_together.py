@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import time
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -19,7 +18,7 @@ from kvstore.runtime.deadline import Deadline
 from kvstore.service.limits import ServiceLimits
 from kvstore.testing.attacked import AttackedService
 from kvstore.testing.prompts import ATTENTION, Prompt
-from kvstore.testing.waiting import soon, until
+from kvstore.testing.waiting import eventually, soon, until
 from kvstore.wire import messages
 from tests.unit.client.shared_records import (
     MAKES_RECORDS,
@@ -251,10 +250,7 @@ def test_failed_calls_of_a_thread_leave_nothing_to_the_collector(tmp_path: Path)
             for _ in range(4):
                 with pytest.raises(CorruptRecord):
                     store.save_many(store.run(with_another_byte, deadline=soon()), deadline=soon())
-            ends_s = time.monotonic() + 10
-            while store.run(free, deadline=soon()) < before:
-                assert time.monotonic() < ends_s, "memory of a failed call is kept"
-                time.sleep(0.01)
+            eventually(lambda: store.run(free, deadline=soon()) >= before, 10, why="memory of a failed call is kept")
         finally:
             gc.enable()
 

@@ -161,8 +161,7 @@ async def test_close_does_not_wait_for_what_no_thread_has_begun() -> None:
     running = asyncio.ensure_future(pool.run(5, gate, deadline=soon()))
     await asyncio.to_thread(gate.started.wait, 10)
     queued = asyncio.ensure_future(pool.run(5, lambda: begun.append(True), deadline=soon()))
-    while pool.used_bytes < 10:
-        await asyncio.sleep(0.001)
+    await until(lambda: pool.used_bytes >= 10)
     closing = asyncio.ensure_future(asyncio.to_thread(pool.close))
     with pytest.raises(Closed):
         await asyncio.wait_for(queued, 5)

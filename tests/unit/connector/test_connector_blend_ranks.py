@@ -20,6 +20,7 @@ from connector.blend.recompute import Exchange, LayerStates
 from kvstore.errors import Unavailable
 from kvstore.model.layout import Span
 from kvstore.runtime.deadline import Deadline
+from kvstore.testing.waiting import eventually
 
 BLOCK = 16
 STEP = 45
@@ -194,10 +195,7 @@ class Engine:
 
     def settle(self) -> None:
         """Until the threads of the blenders have stored all documents."""
-        ends_s = time.monotonic() + WAIT_S
-        while any(len(shelf.documents) < len(JOB.spans) for shelf in self.shelves):
-            assert time.monotonic() < ends_s
-            time.sleep(0.01)
+        eventually(lambda: all(len(shelf.documents) >= len(JOB.spans) for shelf in self.shelves), WAIT_S)
 
 
 def _step(blender: Blender, jobs: Sequence[BlendJob], ended: Sequence[str]) -> tuple[set[str], BlendReports, int]:

@@ -15,7 +15,7 @@ import pytest
 from connector.worker.low_priority import LowPriorityPool
 from kvstore.errors import Closed, InvalidRequest, Unavailable
 from kvstore.runtime.deadline import Deadline
-from kvstore.testing.waiting import soon
+from kvstore.testing.waiting import soon, until
 
 JOB_BYTES = 100
 
@@ -54,8 +54,7 @@ async def run(
 async def occupied(threads: LowPriorityPool, gate: threading.Event) -> list[asyncio.Task[bool]]:
     """Jobs that hold every thread of low priority, until the gate opens."""
     jobs = [asyncio.create_task(run(threads, lambda: gate.wait(60))) for _ in range(2)]  # one runs, one is ready
-    while threads.used_bytes < 2 * JOB_BYTES:
-        await asyncio.sleep(0.001)
+    await until(lambda: threads.used_bytes >= 2 * JOB_BYTES)
     return jobs
 
 
@@ -95,8 +94,7 @@ async def test_a_job_that_has_begun_is_done_again(threads: LowPriorityPool) -> N
     await asyncio.sleep(0.05)
     assert released == []
     gate.set()
-    while not released:
-        await asyncio.sleep(0.001)
+    await until(lambda: released)
     await asyncio.sleep(0.05)
     assert released == [True]
 
@@ -160,15 +158,13 @@ async def test_a_cancelled_job_is_released_once_its_thread_is_done(threads: LowP
         return gate.wait(60)
 
     job = asyncio.create_task(run(threads, work, release=lambda: released.append(True)))
-    while not begun.is_set():
-        await asyncio.sleep(0.001)
+    await until(begun.is_set)
     job.cancel()
     with pytest.raises(asyncio.CancelledError):
         await job
     assert released == []
     gate.set()
-    while not released:
-        await asyncio.sleep(0.001)
+    await until(lambda: released)
 
 
 async def test_the_deadline_limits_both_waits(threads: LowPriorityPool) -> None:
@@ -176,8 +172,7 @@ async def test_the_deadline_limits_both_waits(threads: LowPriorityPool) -> None:
     gate = threading.Event()
     jobs = await occupied(threads, gate)
     jobs += [asyncio.create_task(run(threads, lambda: gate.wait(60), patience_s=0.0)) for _ in range(2)]
-    while threads.used_bytes < 4 * JOB_BYTES:
-        await asyncio.sleep(0.001)
+    await until(lambda: threads.used_bytes >= 4 * JOB_BYTES)
     with pytest.raises(Unavailable):
         await run(threads, niceness, deadline=Deadline.after(0.1))
     gate.set()

@@ -25,17 +25,11 @@ from tests.unit.connector.support import tokens_of
 
 def explained(at: SchedulerHarness, request_id: str) -> Mapping[str, Any]:
     """The store's explanation of a request, once it was reported."""
-    answers: list[Mapping[str, Any]] = []
-
-    def is_told() -> bool:
-        try:
-            answers.append(at.bridge.run(lambda store: store.explain(request_id, deadline=soon(), tenant=None)))
-        except InvalidRequest:
-            return False
-        return True
-
-    eventually(is_told)
-    return answers[-1]
+    told: Mapping[str, Any] = eventually(
+        lambda: at.bridge.run(lambda store: store.explain(request_id, deadline=soon(), tenant=None)),
+        despite=InvalidRequest,
+    )
+    return told
 
 
 def test_a_whole_hit(at: SchedulerHarness) -> None:

@@ -17,6 +17,7 @@ import pytest
 
 from kvstore.errors import InvalidRequest, Unavailable
 from kvstore.runtime.arena import Arena, ArenaView, Place
+from kvstore.testing.waiting import eventually
 
 MIB = 1 << 20
 READS = 100_000 if os.environ.get("KVSTORE_TEST_FULL") == "1" else 3000
@@ -284,10 +285,7 @@ def test_memory_is_warmed_ahead_of_its_use() -> None:
 
 
 def _wait_warm(arena: Arena, num_bytes: int) -> None:
-    give_up_s = time.monotonic() + 30
-    while os.fstat(arena.descriptor).st_blocks * 512 < num_bytes:
-        assert time.monotonic() < give_up_s
-        time.sleep(0.01)
+    eventually(lambda: os.fstat(arena.descriptor).st_blocks * 512 >= num_bytes, 30)
 
 
 def test_close_is_idempotent_and_leaves_buffers() -> None:

@@ -382,8 +382,7 @@ async def test_a_record_whose_boundary_leaves_before_the_catalog_is_told(
     monkeypatch.setattr(world.catalog, "add", refuse)
     assert await world.store.save(since, ack=Ack.COLD, deadline=soon()) is SaveOutcome.STORED
     async with asyncio.timeout(60):
-        while not world.recorder.num_refused:
-            await asyncio.sleep(0.01)
+        await until(lambda: world.recorder.num_refused)
         await world.cold.inner.delete(before.key, deadline=soon())
         gone = [(entry, LeaveReason.EVICTED) for entry in hidden if entry is not None]
         await world.catalog.finish_leaving(gone, Level.COLD, deadline=soon())

@@ -21,7 +21,7 @@ from kvstore.store.catalogued_tier import CataloguedTier
 from kvstore.store.recorder import Recorder
 from kvstore.testing.catalog_contract import mark_complete
 from kvstore.testing.prompts import ATTENTION, Prompt
-from kvstore.testing.waiting import soon
+from kvstore.testing.waiting import soon, until
 from kvstore.tiers.memory import MemoryTier
 
 
@@ -139,9 +139,7 @@ async def test_a_refused_change_is_not_forgotten_at_the_end(
         assert recorder.backlog.since_ms is not None
     # its caller waits for no answer, so nobody puts the record again
     assert await recorder.added(since, Level.COLD, deadline=soon() if is_away else Deadline.after(0))
-    async with asyncio.timeout(60):
-        while not recorder.num_refused:
-            await asyncio.sleep(0.01)
+    await until(lambda: recorder.num_refused)
     assert await catalog.is_complete(deadline=soon())
     await recorder.aclose()
     assert not await catalog.is_complete(deadline=soon())
