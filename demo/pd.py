@@ -7,8 +7,6 @@ import json
 import os
 import sys
 import tempfile
-import time
-import urllib.request
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
@@ -25,7 +23,7 @@ from kvstore.testing.engine.forked import warm_starts
 from kvstore.testing.engine.server import ApiServer, Completion, ask_server, start_api_servers
 from kvstore.testing.program import Say, run_program
 from kvstore.testing.servers.ports import free_ports
-from kvstore.testing.servers.process import ServerProcess
+from kvstore.testing.servers.process import ServerProcess, serves
 
 __all__ = ["Row", "report", "run"]
 
@@ -194,17 +192,8 @@ def _proxy(prefill: ApiServer, decode: ApiServer) -> Iterator[str]:
         proxy = ServerProcess([*command, "--port", str(port)], folder / "proxy.log", dict(os.environ))
         stack.callback(proxy.stop)
         proxy.start()
-        proxy.wait_ready(lambda: _answers(url), 60.0)
+        proxy.wait_ready(lambda: serves(f"{url}/health"), 60.0)
         yield url
-
-
-def _answers(url: str) -> bool:
-    try:
-        with urllib.request.urlopen(f"{url}/health", timeout=5.0) as answer:
-            return bool(answer.status == 200)
-    except OSError:
-        time.sleep(0.1)
-        return False
 
 
 if __name__ == "__main__":

@@ -11,7 +11,6 @@ import shutil
 import subprocess
 import sys
 import tomllib
-import urllib.request
 import venv
 import zipfile
 from collections.abc import Iterator
@@ -24,6 +23,7 @@ import pytest
 import kvstore
 from kvstore.doctor.versions import DISTRIBUTION
 from kvstore.testing.servers.ports import free_ports
+from kvstore.testing.servers.process import serves
 from kvstore.testing.waiting import eventually
 from tests.architecture.sources import ROOT, files
 
@@ -95,15 +95,6 @@ class Environment:
 def new_environment(folder: Path) -> Environment:
     venv.create(folder, with_pip=True)
     return Environment(folder)
-
-
-def answers(url: str) -> bool:
-    """Whether a service says there that it lives."""
-    try:
-        with urllib.request.urlopen(url, timeout=5.0) as answer:
-            return bool(answer.status == 200)
-    except OSError:
-        return False
 
 
 @pytest.fixture(scope="module")
@@ -223,9 +214,7 @@ def test_commands_of_the_pages_install(bare: Environment, clone: Path, tmp_path:
     (port,) = free_ports(1)
     with Environment(apart).serving(tmp_path, "--cold", "memory:", KVSTORE_ADMIN_LISTEN=f"127.0.0.1:{port}") as said:
         assert "no administration interface" not in said, said
-        eventually(
-            lambda: answers(f"http://127.0.0.1:{port}/livez"), why="the administration interface does not answer"
-        )
+        eventually(lambda: serves(f"http://127.0.0.1:{port}/livez"), why="the administration interface does not answer")
 
 
 @pytest.mark.full

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from kvstore.testing.servers.ports import free_ports
-from kvstore.testing.servers.process import ServerProcess
+from kvstore.testing.servers.process import ServerProcess, serves
 from kvstore.testing.waiting import eventually
 from tests.architecture.sources import ROOT
 
@@ -48,7 +48,7 @@ class DynamoIndexer:
 
     def __enter__(self) -> Self:
         self._process.start()
-        self._process.wait_ready(self._answers, _PATIENCE_S)
+        self._process.wait_ready(lambda: serves(f"{self._url}/health"), _PATIENCE_S)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -83,13 +83,6 @@ class DynamoIndexer:
             assert time.monotonic() < ends_s, self._process.log_tail()
             publish()
             time.sleep(0.2)
-
-    def _answers(self) -> bool:
-        try:
-            with urllib.request.urlopen(f"{self._url}/health", timeout=5):
-                return True
-        except OSError:
-            return False
 
     def _call(self, path: str, body: Mapping[str, Any]) -> Any:
         data, headers = json.dumps(body).encode(), {"Content-Type": "application/json"}

@@ -18,7 +18,7 @@ from typing import Any
 from kvstore.testing.engine.forked import SERVE, start_warm_server
 from kvstore.testing.engine.spec import EngineSpec, Request, engine_environment
 from kvstore.testing.servers.ports import free_ports
-from kvstore.testing.servers.process import ServerFailed, ServerProcess
+from kvstore.testing.servers.process import ServerFailed, ServerProcess, serves
 from kvstore.testing.warm_services import start_warm
 
 _READY_S = 300.0
@@ -87,7 +87,7 @@ class ApiServer:
         Raises:
             ServerFailed: It ended, or time is up.
         """
-        self._process.wait_ready(self._is_healthy, timeout_s)
+        self._process.wait_ready(lambda: serves(f"{self.url}/health"), timeout_s)
 
     def complete(
         self,
@@ -140,14 +140,6 @@ class ApiServer:
                 with contextlib.suppress(ProcessLookupError):
                     os.killpg(self._group, signal.SIGKILL)
                 self._group = 0
-
-    def _is_healthy(self) -> bool:
-        try:
-            with urllib.request.urlopen(f"{self.url}/health", timeout=5.0) as answer:
-                return bool(answer.status == 200)
-        except OSError:
-            time.sleep(0.2)
-            return False
 
 
 def ask_server(

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+import urllib.request
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
@@ -25,6 +26,15 @@ Fork = Callable[[Sequence[str], Mapping[str, str], int], ForkedProcess | None]
 
 class ServerFailed(RuntimeError):
     """A server did not start, did not become ready, or ended by itself; the message ends with its log."""
+
+
+def serves(url: str) -> bool:
+    """Whether a server answers there over HTTP that it is well."""
+    try:
+        with urllib.request.urlopen(url, timeout=5.0) as answer:
+            return bool(answer.status == 200)
+    except OSError:
+        return False
 
 
 class ServerProcess:
@@ -82,12 +92,13 @@ class ServerProcess:
         Raises:
             ServerFailed: The process ended, or time is up.
         """
-        give_up_s = time.monotonic() + timeout_s
+        give_up_s, pause_s = time.monotonic() + timeout_s, 0.01
         while not ready():
             if not self.running or time.monotonic() > give_up_s:
                 what = "is not ready" if self.running else "ended by itself"
                 raise ServerFailed(f"{self.command[0]} {what} after at most {timeout_s} s\n{self.log_tail()}")
-            time.sleep(0.01)
+            time.sleep(pause_s)
+            pause_s = min(0.1, 1.2 * pause_s)
 
     def log_tail(self) -> str:
         """The last 2,000 characters that the process wrote."""
