@@ -85,46 +85,44 @@ async def node(tmp_path: Path) -> AsyncIterator[Node]:
     await store.aclose()
 
 
-async def take_namespaces(node: Node) -> None:
+async def open_until_refused(node: Node, what: str, padding: str = "") -> int:
+    """How many namespaces, of models with such long names, were opened."""
     client = node.client(GREEDY)
     opened = 0
-    with pytest.raises(Unavailable, match="namespaces"):
+    with pytest.raises(Unavailable, match=what):
         while True:
-            await client.open_namespace(describe(ATTENTION, f"model {opened}"), deadline=soon())
+            await client.open_namespace(describe(ATTENTION, f"model {opened}{padding}"), deadline=soon())
             opened += 1
-    assert opened >= 25
+    return opened
+
+
+async def take_namespaces(node: Node) -> None:
+    assert await open_until_refused(node, "namespaces") >= 25
 
 
 async def take_descriptions(node: Node) -> None:
-    client = node.client(GREEDY)
-    opened = 0
-    with pytest.raises(Unavailable, match="descriptions"):
-        while True:
-            await client.open_namespace(describe(ATTENTION, f"{opened}" + "x" * 40_000), deadline=soon())
-            opened += 1
-    assert opened >= 2
+    assert await open_until_refused(node, "descriptions", "x" * 40_000) >= 2
+
+
+async def stage_until_cut(node: Node, num_tokens: int) -> list[int]:
+    """The numbers of records of the leases on a prompt that were given."""
+    client, prompt = node.client(GREEDY), prompt_of(GREEDY, "leased", num_tokens)
+    await client.open_namespace(prompt.description, deadline=soon())
+    for record in prompt.records():
+        await client.save(record, deadline=soon())
+    leased: list[int] = []
+    while (staged := await client.stage(prompt.query(), deadline=soon())).lease is not None:
+        leased.append(len(staged.keys))
+    assert staged.cut == "node_memory"
+    return leased
 
 
 async def take_leases(node: Node) -> None:
-    client, prompt = node.client(GREEDY), prompt_of(GREEDY, "leased", 64)
-    await client.open_namespace(prompt.description, deadline=soon())
-    for record in prompt.records():
-        await client.save(record, deadline=soon())
-    num = 0
-    while (staged := await client.stage(prompt.query(), deadline=soon())).lease is not None:
-        num += 1
-    assert staged.cut == "node_memory" and num >= 25
+    assert len(await stage_until_cut(node, 64)) >= 25
 
 
 async def take_leased_records(node: Node) -> None:
-    client, prompt = node.client(GREEDY), prompt_of(GREEDY, "leased", 640)
-    await client.open_namespace(prompt.description, deadline=soon())
-    for record in prompt.records():
-        await client.save(record, deadline=soon())
-    num = 0
-    while (staged := await client.stage(prompt.query(), deadline=soon())).lease is not None:
-        num += len(staged.keys)
-    assert staged.cut == "node_memory" and 200 < num <= 300
+    assert 200 < sum(await stage_until_cut(node, 640)) <= 300
 
 
 async def take_pinned_bytes(node: Node) -> None:

@@ -17,7 +17,7 @@ from connector.device.registered import RegisteredMemory
 from connector.jobs import LoadJob, LoadPiece, StepJobs
 from connector.worker import side
 from kvstore.api import Deadline, LeasedRecord, LeaseId
-from kvstore.client import connect
+from kvstore.client import ClientOptions, connect
 from kvstore.model.keys import RecordKey
 from kvstore.runtime.arena import Arena, ArenaView
 from kvstore.service.server import Server
@@ -47,8 +47,10 @@ class SharingStore(SteeredStore):
 
 
 class SharingBridge(LoopBridge):
-    """A loop with a service that shares its memory, and a client of it."""
+    """A loop with a service that shares its memory, and a client of it, which `options` say and `steered` wraps."""
 
+    options = ClientOptions()
+    steered: type[SharingStore] = SharingStore
     memory: MemoryTier
     behind: TieredStore
     server: Server
@@ -63,9 +65,9 @@ class SharingBridge(LoopBridge):
         self.server = Server(self.behind)
         url = f"unix:{self.folder / 's'}"
         await self.server.listen([parse_address(url)])
-        client = connect(url)
+        client = connect(url, options=self.options)
         await client.wait_ready(deadline=soon())
-        return SharingStore(client)
+        return self.steered(client)
 
     def close(self) -> None:
         async def end_service(_: SteeredStore) -> None:

@@ -8,12 +8,19 @@ from typing import Any
 
 import pytest
 
+from connector.jobs import LoadJob
 from connector.prefix_hash import AdapterRequest, PrefixChain
 from kvstore.client import trace_parent
 from kvstore.errors import Unavailable
 from kvstore.testing.waiting import eventually
 from tests.unit.connector.scheduler_harness import SchedulerHarness, harness
 from tests.unit.connector.support import BLOCK, SteeredStore
+
+
+def blocks_of(job: LoadJob) -> list[int]:
+    """The blocks of the first layer group that a load writes."""
+    assert job.pieces is not None
+    return sorted({block for piece in job.pieces for block in piece.block_ids[0]})
 
 
 def test_hit_path(at: SchedulerHarness) -> None:
@@ -64,8 +71,7 @@ def test_hit_beyond_the_local_one(at: SchedulerHarness) -> None:
     at.new("a", 170)
     assert at.ask("a", 80) == 80
     (job,) = at.admit("a", 80, 80).loads
-    assert job.pieces is not None
-    assert sorted({block for piece in job.pieces for block in piece.block_ids[0]}) == [6, 7, 8, 9, 10]
+    assert blocks_of(job) == [6, 7, 8, 9, 10]
     at.finished("a")
 
 
@@ -75,8 +81,7 @@ def test_one_token_is_left_to_compute(at: SchedulerHarness) -> None:
     at.new("a", 160)
     assert at.ask("a") == 144
     (job,) = at.admit("a", 144).loads
-    assert job.pieces is not None
-    assert sorted({block for piece in job.pieces for block in piece.block_ids[0]}) == list(range(1, 10))
+    assert blocks_of(job) == list(range(1, 10))
     at.finished("a")
 
 
@@ -201,8 +206,7 @@ def test_local_hit_grows_while_staged(at: SchedulerHarness) -> None:
     assert at.ask("a") == 160
     assert at.ask("a", 96) == 64
     (job,) = at.admit("a", 64, 96).loads
-    assert job.pieces is not None
-    assert sorted({block for piece in job.pieces for block in piece.block_ids[0]}) == [7, 8, 9, 10]
+    assert blocks_of(job) == [7, 8, 9, 10]
     at.finished("a")
 
 
@@ -225,8 +229,7 @@ def test_local_hit_shrinks_while_staged(at: SchedulerHarness) -> None:
     eventually(lambda: at.store.num_leases == 1)
     assert at.store.calls["stage"] == 2
     (job,) = at.admit("a", 160).loads
-    assert job.pieces is not None
-    assert sorted({block for piece in job.pieces for block in piece.block_ids[0]}) == list(range(1, 11))
+    assert blocks_of(job) == list(range(1, 11))
     at.finished("a")
 
 
@@ -236,8 +239,7 @@ def test_vllm_takes_less_than_it_was_promised(at: SchedulerHarness) -> None:
     at.new("a", 170)
     assert at.ask("a", 32) == 128
     (job,) = at.admit("a", 64, 32).loads
-    assert job.pieces is not None
-    assert sorted({block for piece in job.pieces for block in piece.block_ids[0]}) == [3, 4, 5, 6]
+    assert blocks_of(job) == [3, 4, 5, 6]
     at.finished("a")
 
 

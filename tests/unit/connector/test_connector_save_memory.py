@@ -13,14 +13,9 @@ import pytest
 from connector import settings as connector_settings
 from connector.settings import ConnectorSettings
 from connector.worker.memory import RecordMemory
-from kvstore.client import ClientOptions, RemoteStore, connect
+from kvstore.client import ClientOptions, RemoteStore
 from kvstore.errors import Unavailable
-from kvstore.runtime.arena import Arena
-from kvstore.service.server import Server
-from kvstore.store.tiered import TieredStore
-from kvstore.testing.waiting import eventually, soon
-from kvstore.tiers.memory import MemoryTier
-from kvstore.wire.address import parse_address
+from kvstore.testing.waiting import eventually
 from tests.unit.connector.rank_harness import SOURCE, TARGET, Make, ranks_on
 from tests.unit.connector.sharing_ranks import SharingBridge, SharingStore
 from tests.unit.connector.support import MIB, SteeredStore
@@ -43,15 +38,8 @@ class MakingStore(SharingStore):
 class MakingBridge(SharingBridge):
     """A loop with a service and a client that shares memory for saves with it."""
 
-    async def _make(self) -> SteeredStore:
-        self.memory = MemoryTier(2 * MIB, arena=Arena.open(2 * MIB))
-        self.behind = TieredStore(self.memory)
-        self.server = Server(self.behind)
-        url = f"unix:{self.folder / 's'}"
-        await self.server.listen([parse_address(url)])
-        client = connect(url, options=ClientOptions(save_memory_bytes=16 * MIB))
-        await client.wait_ready(deadline=soon())
-        return MakingStore(client)
+    options = ClientOptions(save_memory_bytes=16 * MIB)
+    steered = MakingStore
 
     def sent_bytes(self) -> int:
         """Over all connections of the client."""
