@@ -172,13 +172,13 @@ def summary(payload: Mapping[str, Mapping[str, Any]]) -> dict[str, int | float]:
         if (found := metric_of(key)) is None:
             continue
         metric, label = found
-        name = metric.name.removeprefix("vllm:kvstore_") + (f":{label}" if label else "")
+        name = metric.short_name + (f":{label}" if label else "")
         if name.endswith("bytes"):
             line[name.removesuffix("bytes") + "MiB"] = round(value / _MIB, 1)
         else:
             line[name] = int(value)
     for name, values in payload.get("times", {}).items():
-        short = _BY_METER[name].name.removeprefix("vllm:kvstore_").removesuffix("_seconds")
+        short = _BY_METER[name].short_name.removesuffix("_seconds")
         line[f"{short}_ms_mean"] = round(1000 * sum(values) / len(values), 1)
         line[f"{short}_ms_max"] = round(1000 * max(values), 1)
     return line

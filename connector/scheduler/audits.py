@@ -12,7 +12,7 @@ from connector.identity import CacheShape
 from connector.jobs import AuditJob, BlockIds, LoadPiece, RankReport
 from connector.scheduler.hook_facts import StepFacts
 from connector.scheduler.leases import Lease
-from connector.scheduler.plans import blocks_of
+from connector.scheduler.plans import blocks_of, state_blocks_of
 from kvstore.api import Staged
 from kvstore.errors import InternalError
 from kvstore.model.keys import PrefixHash, RecordKey
@@ -180,11 +180,9 @@ class Audits:
         """Where the computed content of a record is, or `None` if the engine did not compute or keep it."""
         group = self._shape.groups[record.group]
         block_tokens = group.facts.block_tokens
-        block_ids: BlockIds
+        block_ids: BlockIds | None
         if group.is_state:
-            offers = [of for of in step.offers.get(request_id, ()) if of.boundary_tokens == record.stop_tokens]
-            states = {offer.vllm_group: offer.block_id for offer in offers}
-            block_ids = tuple((states.get(feed, 0),) for feed in group.facts.feed_groups)
+            block_ids = state_blocks_of(group, step.offers.get(request_id, ()), record.stop_tokens)
             span_blocks, first_block = 1, 0
         else:
             first = -(-max(record.start_tokens, from_tokens) // block_tokens)
@@ -197,7 +195,7 @@ class Audits:
                 return None
             span_blocks = (record.stop_tokens - record.start_tokens) // block_tokens
             first_block = first - record.start_tokens // block_tokens
-        if any(0 in ids for ids in block_ids):
+        if block_ids is None or any(0 in ids for ids in block_ids):
             return None
         return [LoadPiece(key, span_blocks, first_block, block_ids) for key in record.keys]
 

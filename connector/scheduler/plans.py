@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from connector.canonical.attention import may_lose_blocks
 from connector.identity import GroupShape
 from connector.jobs import BlockIds, LoadPiece
+from connector.scheduler.hook_facts import StateOffer
 from kvstore.api import Staged
 from kvstore.errors import InternalError
 from kvstore.model.layout import Span
@@ -90,3 +91,10 @@ def blocks_of(group: GroupShape, tables: Sequence[Sequence[int]], first: int, la
     if any(len(ids) != last - first for ids in block_ids):
         raise InternalError("a block table is too short", first=first, last=last, group=group.facts.feed_groups)
     return block_ids
+
+
+def state_blocks_of(group: GroupShape, offers: Iterable[StateOffer], boundary_tokens: int) -> BlockIds | None:
+    """For each feed of a recurrent group the block with its state at a boundary; `None` if vLLM does not offer all."""
+    blocks = {offer.vllm_group: offer.block_id for offer in offers if offer.boundary_tokens == boundary_tokens}
+    found = tuple((blocks.get(feed, 0),) for feed in group.facts.feed_groups)
+    return None if (0,) in found else found

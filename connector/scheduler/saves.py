@@ -10,7 +10,7 @@ from connector.canonical.attention import may_lose_blocks
 from connector.identity import CacheShape
 from connector.jobs import BlockIds, SaveJob
 from connector.scheduler.hook_facts import StateOffer
-from connector.scheduler.plans import blocks_of, final_pages
+from connector.scheduler.plans import blocks_of, final_pages, state_blocks_of
 from connector.scheduler.requests import RequestState
 from connector.scheduler.save_jobs import Priority, SaveJobs
 from kvstore.model.keys import NamespaceId
@@ -197,16 +197,13 @@ class Saves:
     def _plan_states(self, request: RunningRequest, planned: list[SaveJob]) -> None:
         """Plan the states that vLLM offers in this step, each with the blocks of all its feeds or not at all."""
         state = request.state
-        by_boundary: dict[int, dict[int, int]] = {}
-        for offer in request.offers:
-            by_boundary.setdefault(offer.boundary_tokens, {})[offer.vllm_group] = offer.block_id
-        for tokens, blocks in sorted(by_boundary.items()):
+        for tokens in sorted({offer.boundary_tokens for offer in request.offers}):
             state.extend_chain(tokens, self._boundary_tokens)
             if tokens % self._boundary_tokens or tokens > state.hashed_tokens:
                 continue  # inside a block, or of tokens that are not known yet
             for index in self._states:
-                block_ids = tuple((blocks.get(feed, 0),) for feed in self._shape.groups[index].facts.feed_groups)
-                if any(0 in ids for ids in block_ids) or self._is_saved(request, index, tokens):
+                block_ids = state_blocks_of(self._shape.groups[index], request.offers, tokens)
+                if block_ids is None or self._is_saved(request, index, tokens):
                     continue
                 job = self._new_job(request, index, Span(tokens, tokens), block_ids)
                 if self.jobs.admit(job, Priority.STATE):
