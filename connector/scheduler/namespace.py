@@ -130,6 +130,11 @@ class EngineNamespace:
             self._detached = False
             self._task = self._start(weights_id)
 
+    def detach(self) -> None:
+        """Detach from weights that are about to change, if that was not done before."""
+        if not self._detached:
+            self.reset(is_empty=False)
+
     def cancel(self) -> None:
         """Stop opening the namespace; one that is open stays."""
         self._task.cancel()

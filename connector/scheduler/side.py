@@ -176,6 +176,16 @@ class SchedulerSide:
         """Stop the open requests with this adapter: vLLM may compute them with other weights from now on."""
         self._stop([one for one in self.requests.values() if one.adapter is not None and one.adapter.number == number])
 
+    def refuse(self, reason: str) -> None:
+        """End caching on this engine before its next step, also for open requests."""
+        self._stop(list(self.requests.values()))
+        self.namespace.refuse(reason)
+
+    def detach(self) -> None:
+        """Load and save no more until the weights that come have an id, also for open requests."""
+        self._stop(list(self.requests.values()))
+        self.namespace.detach()
+
     def _stop(self, states: Sequence[RequestState]) -> None:
         """Load, save and audit no more of open requests: their pages may mix two sets of weights."""
         for state in states:

@@ -32,8 +32,8 @@ def advise_at_start(facts: EngineFacts, settings: ConnectorSettings) -> tuple[st
     advice = []
     if facts.worker_extension and not settings.weights_may_change:
         advice.append(
-            f"worker_extension_cls {facts.worker_extension} may change the weights of the running engine: if it does,"
-            " set weights_may_change, or pages of the new weights are stored and loaded as pages of the old ones"
+            f"worker_extension_cls {facts.worker_extension} may change the weights of the running engine: it is cached"
+            " until a method of that class is called; if weights change, set weights_may_change"
         )
     if facts.load_failure_policy == "fail":
         advice.append(

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import logging
-import sys
 import threading
 from collections.abc import Callable, Iterable
-from types import FrameType
-from typing import Any
 
 import torch
 import vllm
@@ -21,6 +18,7 @@ from connector.facts import EngineFacts
 from connector.settings import ConnectorSettings, cache_folder
 from connector.vllm.blend_layers import VllmLayers
 from connector.vllm.contract import release_of
+from connector.vllm.engine_facts import find_runner
 from connector.weights import find_weights_id
 from kvstore.api import Outcome, PageStore
 from kvstore.client import BlockingStore
@@ -39,7 +37,7 @@ def open_blender(settings: ConnectorSettings, facts: EngineFacts, store: Blockin
         return f"vLLM {vllm.__version__}: blending was tested with {_RELEASE[0]}.{_RELEASE[1]}"
     if (reason := refuse_engine(facts, settings)) is not None:
         return reason
-    runner = _find_runner()
+    runner = find_runner()
     if runner is None or type(runner).__module__ != _RUNNER:
         return f"model runner {type(runner).__module__}: blending was tested with {_RUNNER}"
     if (connector := runner.vllm_config.kv_transfer_config.kv_connector) != "KVStoreConnector":
@@ -105,17 +103,3 @@ def _documents(
 
     threading.Thread(target=open_store, name="kvstore-blend-weights", daemon=True).start()
     return lambda: opened[0] if opened else None
-
-
-def _find_runner() -> Any | None:
-    """The model runner that registers the cache.
-
-    vLLM 0.32 hands no model to connectors. Its model runner calls `register_kv_caches`, and has the model.
-    """
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        runner: Any = frame.f_locals.get("self")
-        if callable(getattr(runner, "get_model", None)) and isinstance(getattr(runner, "model", None), torch.nn.Module):
-            return runner
-        frame = frame.f_back
-    return None

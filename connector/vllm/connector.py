@@ -43,7 +43,14 @@ from connector.vllm.advice import (
     advise_on_block_size,
     warn_of_untested_release,
 )
-from connector.vllm.engine_facts import cache_layers, read_facts, read_instance, read_name, untested_version
+from connector.vllm.engine_facts import (
+    cache_layers,
+    find_runner,
+    read_facts,
+    read_instance,
+    read_name,
+    untested_version,
+)
 from connector.vllm.guard import guarded
 from connector.vllm.model_facts import weights_source
 from connector.vllm.model_files import would_read_the_same
@@ -106,6 +113,8 @@ class KVStoreConnector(ObservabilityHooks, KVConnectorBase_V1, SupportsHMA):
     _is_last_stage = True
     # where a rank's weights are from; vLLM names another source once it has loaded others, or will
     _loaded_from: tuple[str, ...] | None = None
+    # it slept too deep to keep its weights
+    _has_lost_weights = False
     # both sides of blending, where it is on
     _blends: BlendRequests | None = None
     _blender: Blender | None = None
@@ -139,10 +148,6 @@ class KVStoreConnector(ObservabilityHooks, KVConnectorBase_V1, SupportsHMA):
         try:
             may_change = self._settings.weights_may_change
             self._facts = read_facts(vllm_config, kv_cache_config, weights_may_change=may_change)
-            if not may_change:
-                from connector.vllm.weight_reloads import watch_weight_reloads  # it imports vLLM's worker
-
-                watch_weight_reloads(self)
         except (ImportError, AttributeError, TypeError):  # a change of vLLM that the contract's table does not cover
             _log.exception("kvstore: this engine is not cached: vLLM's configuration has changed")
             return
@@ -234,8 +239,19 @@ class KVStoreConnector(ObservabilityHooks, KVConnectorBase_V1, SupportsHMA):
     @guarded()
     def on_engine_call(self, method: str, arguments: Sequence[Any]) -> None:
         """An operator lets vLLM load an adapter before a request names it, maybe in place of one that requests use. A
-        function that workers call, without a name, may have loaded any.
+        function that workers call, without a name, may have loaded any. So may it have changed weights, as may a
+        method that an operator added to the worker.
         """
+        from connector.vllm.engine_calls import CHANGE_WEIGHTS, KEEP_WEIGHTS
+
+        if self._settings.weights_may_change:
+            if method in CHANGE_WEIGHTS and self.scheduler_side is not None:
+                self.scheduler_side.detach()
+        elif method not in KEEP_WEIGHTS:
+            self._refuse(
+                f"its workers were called with {method or 'a function'} (collective_rpc), which may have changed its"
+                " weights: set weights_may_change"
+            )
         if method == "add_lora":
             self._requests.note_adapter(arguments[0])
             self._stop_if_replaced(arguments[0].lora_int_id)
@@ -244,6 +260,12 @@ class KVStoreConnector(ObservabilityHooks, KVConnectorBase_V1, SupportsHMA):
             self._requests.replaced_adapters.add(ANY_ADAPTER)
             for number in self._requests.adapters:
                 self._stop_if_replaced(number)
+
+    def _refuse(self, reason: str) -> None:
+        if self.scheduler_side is not None:
+            self.scheduler_side.refuse(reason)
+        if self._blends is not None:
+            self._blends.refuse(reason)
 
     @guarded(fallback=lambda: (0, False))
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
@@ -388,14 +410,13 @@ class KVStoreConnector(ObservabilityHooks, KVConnectorBase_V1, SupportsHMA):
             media_rules=facts.media_rules,
             adapter_rules=facts.adapter_rules,
         )
-        if self._vllm_config.lora_config is not None:
-            from connector.vllm.engine_calls import watch_engine_calls
+        from connector.vllm.engine_calls import watch_engine_calls  # it imports vLLM's engine
 
-            watch_engine_calls(self)
-            if facts.device == "cpu":
-                # a row without adapter has the index -1, which is that of the last adapter (0.32, `lora/ops/torch_ops`)
-                self._adapters_spread = True
-                _log.warning("kvstore: %s", ADAPTERS_SPREAD)
+        watch_engine_calls(self)
+        if self._vllm_config.lora_config is not None and facts.device == "cpu":
+            # a row without adapter has the index -1, which is that of the last adapter (0.32, `lora/ops/torch_ops`)
+            self._adapters_spread = True
+            _log.warning("kvstore: %s", ADAPTERS_SPREAD)
         instance = read_instance(self._vllm_config, self._settings, shape)
         self._bridge = self._settings.connect(read_name(self._vllm_config), self._token, instance=instance)
         self.scheduler_side = SchedulerSide(
@@ -430,6 +451,11 @@ class KVStoreConnector(ObservabilityHooks, KVConnectorBase_V1, SupportsHMA):
     @guarded()
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         if self.worker_side is not None and (facts := self._facts) is not None:
+            if not self._settings.weights_may_change:
+                from connector.vllm.weight_changes import watch_weights  # it imports vLLM's worker
+
+                runner = find_runner()
+                watch_weights(self, runner.get_model() if runner is not None else None)
             self.worker_side.register(lambda names: cache_layers(kv_caches, names, facts.num_blocks))
             if self._settings.blend and self._bridge is not None:
                 self._blend_refusal = "an error at its start, which is in the log"
@@ -452,13 +478,19 @@ class KVStoreConnector(ObservabilityHooks, KVConnectorBase_V1, SupportsHMA):
             if self._loaded_from and weights_source(self._vllm_config) != self._loaded_from:
                 self._loaded_from = None  # once is enough
                 self._stop("other weights were loaded into it (reload_weights, update_config): set weights_may_change")
+            if self._has_lost_weights and self._jobs().computes:
+                self._stop("it computes behind a sleep of level 2, and its weights were not read again")
             self.worker_side.begin_step(self._jobs())
 
     @guarded()
-    def on_weights_reloaded(self, *, from_files: bool) -> None:
+    def on_weights_loaded(self, *, from_files: bool) -> None:
         """Go on only if the weights are those that the engine started with, as behind a sleep of level 2."""
+        self._has_lost_weights = False
         if not from_files or self._facts is None or not would_read_the_same(self._vllm_config, self._facts):
-            self._stop("its weights were read again (reload_weights), and may be others: set weights_may_change")
+            self._stop("weights were loaded while it ran, and may be others: set weights_may_change")
+
+    def on_weights_lost(self) -> None:
+        self._has_lost_weights = True
 
     def _stop(self, reason: str) -> None:
         if self.worker_side is not None:

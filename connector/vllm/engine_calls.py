@@ -1,4 +1,4 @@
-"""What an operator lets a running engine do, and vLLM tells no connector: load an adapter, call workers by name."""
+"""What an operator lets a running engine do, and vLLM tells no connector: load an adapter, call its workers."""
 
 from __future__ import annotations
 
@@ -15,6 +15,27 @@ class Watcher(Protocol):
 
     def on_engine_call(self, method: str, arguments: Sequence[Any]) -> None: ...
 
+
+KEEP_WEIGHTS = frozenset(
+    (
+        *("add_lora", "list_loras", "pin_lora", "remove_lora"),
+        *("annotate_profile", "profile", "check_health", "execute_dummy_batch", "synchronize_device"),
+        *("checkpoint_prepare", "checkpoint_restore", "discard", "shutdown", "sleep", "wake_up"),
+        *("compute_weight_checksums", "get_model_inspection", "save_sharded_state", "save_tensorized_model"),
+        *("get_cache_block_size_bytes", "get_compilation_match_table", "get_encoder_timing_stats", "get_kv_cache_spec"),
+        *("get_kv_connector_handshake_metadata", "get_supported_tasks", "supports_draft_weight_updates"),
+        *("reload_weights", "update_config", "update_max_model_len"),
+        *("reset_encoder_cache", "reset_mm_cache"),
+    )
+)
+"""Methods of vLLM's worker that leave the weights as they were, or of which each rank learns (`reload_weights`,
+`update_config`, `sleep`). Any other may change them: those of a `worker_extension_cls`, or a trainer's.
+"""
+
+CHANGE_WEIGHTS = frozenset(
+    ("reload_weights", "reset_weights", "start_weight_update", "update_weights", "finish_weight_update")
+)
+"""Methods of vLLM's worker that do nothing else."""
 
 _watchers: WeakSet[Watcher] = WeakSet()
 

@@ -6,8 +6,10 @@ import math
 import os
 import re
 import socket
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from types import FrameType
 from typing import Any
 
 import torch
@@ -406,6 +408,20 @@ def _gpu_packing(vllm_config: Any, name: str, spec: Any) -> tuple[tuple[str, str
         raise _Unsupported(f"attention backend {backend} is not known to keep the bytes of a token together")
     # until a test on a GPU has saved with one release and loaded with the other, they share nothing
     return (("cell", "token"), ("vllm", ".".join(map(str, release_of(vllm.__version__) or (str(vllm.__version__),)))))
+
+
+def find_runner() -> Any | None:
+    """The model runner that registers the cache. Call it from `register_kv_caches`.
+
+    vLLM 0.32 hands no model to connectors. Its model runner calls `register_kv_caches`, and has the model.
+    """
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        runner: Any = frame.f_locals.get("self")
+        if callable(getattr(runner, "get_model", None)) and isinstance(getattr(runner, "model", None), torch.nn.Module):
+            return runner
+        frame = frame.f_back
+    return None
 
 
 def _name(dtype: torch.dtype) -> str:

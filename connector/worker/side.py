@@ -167,7 +167,9 @@ class WorkerSide:
         return max(page_bytes(self._shape, group) // slices for group, slices in sizes)
 
     def stop(self, reason: str) -> None:
-        """Load and save nothing any more: jobs are answered as failed, and the scheduler side gets the reason."""
+        """Load and save nothing any more: jobs are answered as failed, and the scheduler side gets the first reason."""
+        if self._stopped:
+            return  # a report may hold jobs that were answered since
         self._stopped, self._unsaved = reason, RankReport(refusal=reason)
 
     def begin_step(self, jobs: StepJobs) -> None:

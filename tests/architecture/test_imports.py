@@ -30,7 +30,7 @@ HOMES = {
             "connector/plugin.py",
         ),
         *("connector/vllm/blending.py", "connector/vllm/blend_layers.py"),
-        *("connector/vllm/engine_calls.py", "connector/vllm/weight_reloads.py"),
+        *("connector/vllm/engine_calls.py", "connector/vllm/weight_changes.py"),
         *("connector/offloading/engine.py", "connector/offloading/tier.py"),
         "connector/vllm/model_files.py",  # which hub it uses
         *("connector/vllm/contract.py", "connector/vllm/inert.py"),  # only to look whether vLLM has what the others use

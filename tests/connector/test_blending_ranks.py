@@ -54,7 +54,7 @@ def blended_again(engine: EngineProcess, order: Sequence[int]) -> list[Answer]:
 
 def break_once(engine: EngineProcess, module: str, name: str, method: str, error: str) -> None:
     """Let a method fail on the second rank."""
-    engine.evaluate(f"llm.collective_rpc('break_once', args=(1, {module!r}, {name!r}, {method!r}, {error!r}))")
+    engine.evaluate(f"llm.collective_rpc('check_health', args=(1, {module!r}, {name!r}, {method!r}, {error!r}))")
 
 
 def told(service: DirectoryService, *, audited: bool = False) -> dict[str, Any]:

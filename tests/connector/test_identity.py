@@ -374,6 +374,9 @@ def test_weights_that_change(shared: Shared, place: Place, work: Path, *, multip
         assert [answer.num_cached_tokens for answer in answers] == [0, WHOLE]
         assert [answer.tokens for answer in answers] == [new.tokens] * 2
         assert place.num_saved() == before + WHOLE_RECORDS
+        engine.evaluate("llm.collective_rpc('reload_weights') and None")  # without a reset before
+        assert ask(engine).num_cached_tokens == 0
+        assert place.num_saved() == before + WHOLE_RECORDS
     assert ask(shared.reader).tokens == shared.saved["plain"].tokens
 
 
@@ -397,9 +400,34 @@ def test_weights_from_another_folder(shared: Shared, place: Place, work: Path) -
         new = ask(engine)  # the load is refused, and the prompt computed
         assert new.tokens != old.tokens
         assert ask(engine, cache_salt="of the new weights").num_cached_tokens == 0
-        assert "this engine does not blend: other weights" in engine.log_text()
+        assert "this engine does not blend: weights were loaded" in engine.log_text()
         assert "set weights_may_change" in engine.log_text()
         assert place.num_saved() == before
+    assert ask(shared.reader).tokens == shared.saved["plain"].tokens
+
+
+def test_weights_that_an_operators_code_changes(shared: Shared, place: Place, work: Path) -> None:
+    """A method that was added to the workers does it, or code in the engine's process: undeclared, it ends caching."""
+    specs = {
+        "identity-extended": place.spec(multiprocess=True, arguments={"worker_extension_cls": EXTENSION}),
+        "identity-reached": place.spec(),
+    }
+    model = "llm.llm_engine.model_executor.driver_worker.worker.model_runner.get_model()"
+    changes = [
+        "llm.collective_rpc('change_weights', args=(3,))",
+        f"{model}.load_weights([(name, weight * 2) for name, weight in {model}.named_parameters() if 'norm' in name])",
+    ]
+    with start_together(specs, work=work) as engines:
+        for engine, change in zip(engines, changes, strict=True):
+            assert ask(engine).num_cached_tokens == WHOLE
+            before = place.num_saved()
+            engine.evaluate(f"{change} and None")
+            engine.reset_prefix_cache()
+            new = ask(engine)
+            assert (new.num_cached_tokens, new.tokens != shared.saved["plain"].tokens) == (0, True)
+            assert ask(engine, cache_salt="of the new weights").num_cached_tokens == 0
+            assert "set weights_may_change" in engine.log_text()
+            assert place.num_saved() == before
     assert ask(shared.reader).tokens == shared.saved["plain"].tokens
 
 

@@ -362,10 +362,12 @@ def test_new_weights_end_the_use_where_they_may_change(make: OffloaderMaker) -> 
         pytest.param("reload_weights", (iter(()),), False, 0, id="no files"),
         pytest.param("update_config", ({"model_config": {"model": "other"}},), False, 0, id="another model"),
         pytest.param("sleep", (), True, 3, id="no reload"),
+        pytest.param("update_of_a_trainer", (), False, 0, id="a trainer"),
+        pytest.param(print, (), False, 0, id="a function"),
     ],
 )
 def test_weights_that_are_read_again(
-    make: OffloaderMaker, config: Any, tmp_path: Path, call: str, arguments: Any, *, replaced: bool, found: int
+    make: OffloaderMaker, config: Any, tmp_path: Path, call: Any, arguments: Any, *, replaced: bool, found: int
 ) -> None:
     """A running engine's workers read weights, which need not be those of its namespaces."""
     model = tmp_path / "model"

@@ -59,7 +59,7 @@ def test_advice_on_media() -> None:
 
 
 def test_advice_on_code_beside_the_worker() -> None:
-    """It may change the weights, and nobody would see that."""
+    """It may change the weights: the engine is cached until it is called."""
     (advice,) = advise_at_start(facts(worker_extension="trainer.Extension"), ConnectorSettings())
     assert "trainer.Extension" in advice and "set weights_may_change" in advice
     settings = ConnectorSettings(weights_may_change=True, weights_id_file="/id")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from contextlib import suppress
 from dataclasses import replace
 from functools import reduce
 from pathlib import Path
@@ -10,6 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from vllm import SamplingParams
 from vllm.config import VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
@@ -22,7 +24,7 @@ from connector.jobs import AuditJob, LoadPiece, RankReport, StepJobs
 from connector.scheduler.hook_facts import PromptFacts, StepFacts
 from connector.vllm.connector import KVStoreConnector
 from connector.vllm.engine_calls import watch_engine_calls
-from connector.vllm.weight_reloads import watch_weight_reloads
+from connector.vllm.weight_changes import watch_weights
 from connector.worker.memory import RecordMemory
 from kvstore.testing.waiting import eventually
 from tests.unit.connector.rank_harness import SOURCE, Make, Rank
@@ -179,7 +181,9 @@ def test_adapters_that_no_request_names_yet(*, by_name: bool) -> None:
     transfer = SimpleNamespace(kv_connector_extra_config={"mode": "off"}, kv_role="kv_both")
     connector = KVStoreConnector(SimpleNamespace(kv_transfer_config=transfer), KVConnectorRole.SCHEDULER, None)
     told = list[object]()
-    connector.scheduler_side = SimpleNamespace(stop_adapter=told.append)  # type: ignore[assignment]
+    connector.scheduler_side = SimpleNamespace(  # type: ignore[assignment]
+        stop_adapter=told.append, refuse=lambda reason: None
+    )
     watch_engine_calls(connector)
     loads = SimpleNamespace(
         add_lora=lambda adapter: told.append("loads") or True,
@@ -217,19 +221,37 @@ def test_adapters_that_no_request_names_yet(*, by_name: bool) -> None:
 # ---- on the ranks
 
 
+class Told:
+    """Notes what it is told of weights: whether they came from files, or `None` where they were lost."""
+
+    def __init__(self, told: list[bool | None]) -> None:
+        self._told = told
+
+    def on_weights_loaded(self, *, from_files: bool) -> None:
+        self._told.append(from_files)
+
+    def on_weights_lost(self) -> None:
+        self._told.append(None)
+
+
+class Loadable(torch.nn.Module):
+    """A model, or a part of one, that a trainer gives weights."""
+
+    def load_weights(self) -> set[str]:
+        return {"loaded"}
+
+
 def test_weights_that_are_read_again() -> None:
     """Of each reload the connector learns whether all of it came from files."""
-    told = list[bool]()
-
-    class Told:
-        def on_weights_reloaded(self, *, from_files: bool) -> None:
-            told.append(from_files)
+    told = list[bool | None]()
 
     def read(weights_iterator: object = None) -> None:
+        model.load_weights()
         if weights_iterator == "torn":
             raise OSError
 
-    watch_weight_reloads(watcher := Told())
+    model = Loadable()
+    watch_weights(watcher := Told(told), model)
     worker: Any = SimpleNamespace(vllm_config=VllmConfig(), model_runner=SimpleNamespace(reload_weights=read))
     Worker.reload_weights(worker)
     Worker.reload_weights(worker, weights_iterator=[])
@@ -238,6 +260,55 @@ def test_weights_that_are_read_again() -> None:
         Worker.reload_weights(worker, "torn")
     assert told == [True, False, False, False]
     del watcher
+
+
+def test_weights_that_code_beside_vllm_changes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A trainer calls `load_weights` of the model or of a part of it, or lets the engine sleep without its weights."""
+    told = list[bool | None]()
+    whole = Loadable()
+    whole.part = torch.nn.ModuleList([Loadable(), torch.nn.Linear(1, 1)])
+    watch_weights(watcher := Told(told), whole)
+    assert [whole.load_weights(), whole.part[0].load_weights()] == [{"loaded"}] * 2  # type: ignore[operator]
+    assert told == [False, False]
+    backend = SimpleNamespace(suspend=lambda level: told.append(True))
+    monkeypatch.setattr(Worker, "sleep_mode_backend", backend)
+    for level in (1, 2):
+        with suppress(Exception):  # where there is no GPU it ends somewhere behind the beginning
+            Worker.sleep(SimpleNamespace(), level)  # type: ignore[arg-type]
+    assert told[2:].count(None) == 1
+    del watcher
+
+
+@pytest.mark.parametrize(
+    ("method", "may_change", "is_refused"),
+    [
+        ("compute_weight_checksums", False, False),
+        ("reload_weights", False, False),  # each rank judges it
+        ("reset_weights", False, True),
+        ("apply_model", False, True),
+        ("update_of_a_trainer", False, True),
+        ("update_of_a_trainer", True, False),
+        (print, False, True),
+        (print, True, False),
+        ("reset_weights", True, False),
+    ],
+)
+def test_calls_of_workers_that_may_change_weights(method: Any, *, may_change: bool, is_refused: bool) -> None:
+    """Functions, and methods that are not known to leave weights alone, end caching unless the operator takes care."""
+    extra = {"mode": "off", "weights_may_change": may_change}
+    transfer = SimpleNamespace(kv_connector_extra_config=extra, kv_role="kv_both")
+    connector = KVStoreConnector(SimpleNamespace(kv_transfer_config=transfer), KVConnectorRole.SCHEDULER, None)
+    reasons = list[str]()
+    detached = list[bool]()
+    connector.scheduler_side = SimpleNamespace(  # type: ignore[assignment]
+        refuse=reasons.append, detach=lambda: detached.append(True)
+    )
+    watch_engine_calls(connector)
+    core: Any = SimpleNamespace(model_executor=SimpleNamespace(collective_rpc=lambda *_: [None]))
+    EngineCore.collective_rpc(core, method)
+    assert (bool(reasons), connector.guarded_errors) == (is_refused, 0)
+    assert bool(detached) == (may_change and method == "reset_weights")  # its operator should have reset the caches
+    assert all("set weights_may_change" in reason for reason in reasons)
 
 
 def loaded(rank: Make) -> Rank:
@@ -289,6 +360,7 @@ def test_ranks_that_were_stopped_answer(rank: Make) -> None:
         assert one.side.take_report() is None
         one.side.save(jobs)
         one.side.save(StepJobs(audits=(AuditJob(8, b"", ()),)))
+        one.side.stop("and others again")  # forgets no answer, nor the first reason
     told = reduce(RankReport.merge, [report for one in ranks if (report := one.side.take_report()) is not None])
     ids = {job.job_id for job in jobs.saves}
     assert (told.saves_done, told.saves_failed) == (dict.fromkeys(ids, 2), ids)

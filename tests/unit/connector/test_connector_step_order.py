@@ -46,6 +46,9 @@ class Rank:
     def drain(self) -> None:
         self.told.append("drain")
 
+    def stop(self, reason: str) -> None:
+        self.told.append("stop")
+
 
 @pytest.fixture
 def made() -> Iterator[tuple[KVStoreConnector, Rank]]:
@@ -173,3 +176,13 @@ def test_the_hashs_tokens_are_read_from_every_release(monkeypatch: pytest.Monkey
     """`KVCacheConfig` tells them since 0.32 only; what vLLM itself computes them with tells them in all."""
     monkeypatch.setattr(engine_facts, "resolve_kv_cache_block_sizes", lambda kv_cache, vllm: (640, 128))
     assert engine_facts.hash_block_tokens(SimpleNamespace(), SimpleNamespace()) == 128
+
+
+def test_weights_that_were_lost_end_caching_once_something_is_computed(made: tuple[KVStoreConnector, Rank]) -> None:
+    """An engine that slept at level 2 is given its weights back some calls after it woke up."""
+    connector, rank = made
+    connector.on_weights_lost()
+    step(connector, computes=False)
+    assert "stop" not in rank.told
+    step(connector, computes=True)
+    assert rank.told.count("stop") == 1
