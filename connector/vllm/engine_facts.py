@@ -9,7 +9,7 @@ import socket
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from types import FrameType
+from traceback import walk_stack
 from typing import Any
 
 import torch
@@ -415,12 +415,10 @@ def find_runner() -> Any | None:
 
     vLLM 0.32 hands no model to connectors. Its model runner calls `register_kv_caches`, and has the model.
     """
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
+    for frame, _ in walk_stack(sys._getframe(1)):
         runner: Any = frame.f_locals.get("self")
         if callable(getattr(runner, "get_model", None)) and isinstance(getattr(runner, "model", None), torch.nn.Module):
             return runner
-        frame = frame.f_back
     return None
 
 

@@ -76,10 +76,10 @@ def _wrap_worker_once() -> None:
             _tell_loaded(from_files=is_whole and given is None)
 
     @functools.wraps(sleep)
-    def sleep_and_tell(self: Worker, level: int = 1) -> None:
+    def sleep_and_tell(self: Worker, level: int = 1, *args: Any, **kwargs: Any) -> None:
         if level >= _SLEEP_WITHOUT_WEIGHTS:
             for watcher in tuple(_watchers):
                 watcher.on_weights_lost()
-        sleep(self, level)
+        sleep(self, level, *args, **kwargs)
 
     Worker.reload_weights, Worker.sleep = reload_weights, sleep_and_tell
