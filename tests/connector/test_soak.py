@@ -30,8 +30,9 @@ two clients has its loop's thread, and a pool that hashes prompts: at most 32, a
 MODELS = ["llama", *(pytest.param(model, marks=pytest.mark.full) for model in ("gemma3", "qwen3next"))]
 """A soak takes minutes: one model in `make test`, all in `make test-full`."""
 
-ROUNDING = {"llama": 1e-3, "gemma3": 1e-3, "qwen3next": 0.01}
-"""By model what a page may differ from its recomputation, as a share of a cell's norm."""
+ROUNDING = {"llama": 1e-3, "gemma3": 1e-3, "qwen3next": 0.02}
+"""By model what a page may differ from its recomputation, as a share of a cell's norm. The hybrid computes in bfloat16,
+which rounds by up to 2**-9, and its kernels round in another order on another processor."""
 
 
 @pytest.mark.parametrize("model", MODELS)
