@@ -45,7 +45,7 @@ from connector.vllm.advice import (
 )
 from connector.vllm.engine_facts import (
     cache_layers,
-    find_runner,
+    find_models,
     read_facts,
     read_instance,
     read_name,
@@ -255,7 +255,7 @@ class KVStoreConnector(ObservabilityHooks, KVConnectorBase_V1, SupportsHMA):
         if method == "add_lora":
             self._requests.note_adapter(arguments[0])
             self._stop_if_replaced(arguments[0].lora_int_id)
-        elif not method:
+        elif not method and self._vllm_config.lora_config is not None:
             _warn_once(ADAPTERS_UNKNOWN)
             self._requests.replaced_adapters.add(ANY_ADAPTER)
             for number in self._requests.adapters:
@@ -454,8 +454,7 @@ class KVStoreConnector(ObservabilityHooks, KVConnectorBase_V1, SupportsHMA):
             if not self._settings.weights_may_change:
                 from connector.vllm.weight_changes import watch_weights  # it imports vLLM's worker
 
-                runner = find_runner()
-                watch_weights(self, runner.get_model() if runner is not None else None)
+                watch_weights(self, find_models())
             self.worker_side.register(lambda names: cache_layers(kv_caches, names, facts.num_blocks))
             if self._settings.blend and self._bridge is not None:
                 self._blend_refusal = "an error at its start, which is in the log"

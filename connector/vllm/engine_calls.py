@@ -25,7 +25,7 @@ KEEP_WEIGHTS = frozenset(
         *("get_cache_block_size_bytes", "get_compilation_match_table", "get_encoder_timing_stats", "get_kv_cache_spec"),
         *("get_kv_connector_handshake_metadata", "get_supported_tasks", "supports_draft_weight_updates"),
         *("reload_weights", "update_config", "update_max_model_len"),
-        *("reset_encoder_cache", "reset_mm_cache"),
+        *("release_late_interaction_query_cache", "reset_encoder_cache", "reset_mm_cache"),
     )
 )
 """Methods of vLLM's worker that leave the weights as they were, or of which each rank learns (`reload_weights`,
@@ -33,7 +33,10 @@ KEEP_WEIGHTS = frozenset(
 """
 
 CHANGE_WEIGHTS = frozenset(
-    ("reload_weights", "reset_weights", "start_weight_update", "update_weights", "finish_weight_update")
+    (
+        *("reload_weights", "reset_weights"),
+        *("start_weight_update", "start_draft_weight_update", "update_weights", "finish_weight_update"),
+    )
 )
 """Methods of vLLM's worker that do nothing else."""
 

@@ -413,13 +413,21 @@ def _gpu_packing(vllm_config: Any, name: str, spec: Any) -> tuple[tuple[str, str
 def find_runner() -> Any | None:
     """The model runner that registers the cache. Call it from `register_kv_caches`.
 
-    vLLM 0.32 hands no model to connectors. Its model runner calls `register_kv_caches`, and has the model.
+    vLLM 0.32 hands no model to connectors. Its model runner calls `register_kv_caches`, and has the model: as it is, or
+    within an object of another kind that replays CUDA graphs.
     """
     for frame, _ in walk_stack(sys._getframe(1)):
         runner: Any = frame.f_locals.get("self")
-        if callable(getattr(runner, "get_model", None)) and isinstance(getattr(runner, "model", None), torch.nn.Module):
+        if callable(getattr(runner, "get_model", None)) and getattr(runner, "model", None) is not None:
             return runner
     return None
+
+
+def find_models() -> list[torch.nn.Module]:
+    """The modules of the model runner that registers the cache: the model, and that of its drafts if it has one."""
+    runner = find_runner()
+    found = [getattr(runner, name)() for name in ("get_model", "get_draft_model") if hasattr(runner, name)]
+    return [model for model in found if isinstance(model, torch.nn.Module)]
 
 
 def _name(dtype: torch.dtype) -> str:

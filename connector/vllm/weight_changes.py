@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterable
 from typing import Any, Protocol
 from weakref import WeakSet
 
@@ -24,7 +25,7 @@ _watchers: WeakSet[Watcher] = WeakSet()
 _reloading: list[Worker] = []
 
 
-def watch_weights(watcher: Watcher, model: Any | None) -> None:
+def watch_weights(watcher: Watcher, models: Iterable[Any]) -> None:
     """Tell `watcher` of each change in this process from now on, as long as it lives, before the next step.
 
     vLLM has no hook for it. What a caller writes to a parameter itself is not seen.
@@ -33,10 +34,10 @@ def watch_weights(watcher: Watcher, model: Any | None) -> None:
     or of a part of it.
 
     Args:
-        model: The rank's module; `None`: it is not known, and only vLLM's worker is watched.
+        models: The rank's modules, which may share parts.
     """
     _wrap_worker_once()
-    for module in model.modules() if model is not None else ():
+    for module in {part for model in models for part in model.modules()}:
         if callable(getattr(module, "load_weights", None)):
             _wrap_load(module)
     _watchers.add(watcher)

@@ -33,7 +33,7 @@ REASONS = {
         "a quicker hot tier, or load_always in kv_connector_extra_config where fetching is always right",
     ),
     # the engine has no cache, or not yet
-    "engine_not_cached": Reason("this engine is not cached", "its log gives the reason at start; see docs/vllm.md"),
+    "engine_not_cached": Reason("this engine is not cached", "its log gives the reason; see docs/vllm.md"),
     "not_ready": Reason("the engine had no namespace yet", "wait"),
     "uncacheable": Reason("the engine does not know everything that this request's pages depend on"),
     "adapter_unknown": Reason("the content of the request's adapter could not be read", "see the engine's log"),

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from vllm import SamplingParams
+from vllm.compilation.cuda_graph import CUDAGraphWrapper
 from vllm.config import VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.lora.request import LoRARequest
@@ -23,7 +24,8 @@ from vllm.v1.worker.gpu_worker import Worker
 from connector.jobs import AuditJob, LoadPiece, RankReport, StepJobs
 from connector.scheduler.hook_facts import PromptFacts, StepFacts
 from connector.vllm.connector import KVStoreConnector
-from connector.vllm.engine_calls import watch_engine_calls
+from connector.vllm.engine_calls import CHANGE_WEIGHTS, watch_engine_calls
+from connector.vllm.engine_facts import find_models
 from connector.vllm.weight_changes import watch_weights
 from connector.worker.memory import RecordMemory
 from kvstore.testing.waiting import eventually
@@ -179,7 +181,8 @@ def test_adapters_that_no_request_names_yet(*, by_name: bool) -> None:
     """`/v1/load_lora_adapter` swaps weights of requests that run, as does a call of workers by name: they are stopped
     before the next step."""
     transfer = SimpleNamespace(kv_connector_extra_config={"mode": "off"}, kv_role="kv_both")
-    connector = KVStoreConnector(SimpleNamespace(kv_transfer_config=transfer), KVConnectorRole.SCHEDULER, None)
+    config = SimpleNamespace(kv_transfer_config=transfer, lora_config=SimpleNamespace())
+    connector = KVStoreConnector(config, KVConnectorRole.SCHEDULER, None)
     told = list[object]()
     connector.scheduler_side = SimpleNamespace(  # type: ignore[assignment]
         stop_adapter=told.append, refuse=lambda reason: None
@@ -251,7 +254,7 @@ def test_weights_that_are_read_again() -> None:
             raise OSError
 
     model = Loadable()
-    watch_weights(watcher := Told(told), model)
+    watch_weights(watcher := Told(told), [model])
     worker: Any = SimpleNamespace(vllm_config=VllmConfig(), model_runner=SimpleNamespace(reload_weights=read))
     Worker.reload_weights(worker)
     Worker.reload_weights(worker, weights_iterator=[])
@@ -267,7 +270,7 @@ def test_weights_that_code_beside_vllm_changes(monkeypatch: pytest.MonkeyPatch) 
     told = list[bool | None]()
     whole = Loadable()
     whole.part = torch.nn.ModuleList([Loadable(), torch.nn.Linear(1, 1)])
-    watch_weights(watcher := Told(told), whole)
+    watch_weights(watcher := Told(told), [whole, whole.part])
     assert [whole.load_weights(), whole.part[0].load_weights()] == [{"loaded"}] * 2  # type: ignore[operator]
     assert told == [False, False]
     backend = SimpleNamespace(suspend=lambda level: told.append(True))
@@ -279,10 +282,39 @@ def test_weights_that_code_beside_vllm_changes(monkeypatch: pytest.MonkeyPatch) 
     del watcher
 
 
+class Runner:
+    """A model runner of vLLM's for a GPU, whose model is within what replays CUDA graphs."""
+
+    def __init__(self) -> None:
+        self.module, self.draft = Loadable(), Loadable()
+        self.model: Any = CUDAGraphWrapper.__new__(CUDAGraphWrapper)
+        self.model.runnable = self.module
+
+    def get_model(self) -> torch.nn.Module:
+        module: torch.nn.Module = self.model.unwrap()
+        return module
+
+    def get_draft_model(self) -> torch.nn.Module:
+        return self.draft
+
+    def register(self) -> list[torch.nn.Module]:
+        return find_models()
+
+
+def test_models_of_a_runner() -> None:
+    """The model is found within what replays CUDA graphs, which is no module, and so are its drafts' weights."""
+    runner = Runner()
+    assert runner.register() == [runner.module, runner.draft]
+    runner.draft = None  # type: ignore[assignment]
+    assert runner.register() == [runner.module]
+    assert find_models() == []
+
+
 @pytest.mark.parametrize(
     ("method", "may_change", "is_refused"),
     [
         ("compute_weight_checksums", False, False),
+        ("release_late_interaction_query_cache", False, False),  # vLLM's server, when a client has left
         ("reload_weights", False, False),  # each rank judges it
         ("reset_weights", False, True),
         ("apply_model", False, True),
@@ -291,13 +323,15 @@ def test_weights_that_code_beside_vllm_changes(monkeypatch: pytest.MonkeyPatch) 
         (print, False, True),
         (print, True, False),
         ("reset_weights", True, False),
+        ("start_draft_weight_update", True, False),
     ],
 )
 def test_calls_of_workers_that_may_change_weights(method: Any, *, may_change: bool, is_refused: bool) -> None:
     """Functions, and methods that are not known to leave weights alone, end caching unless the operator takes care."""
     extra = {"mode": "off", "weights_may_change": may_change}
     transfer = SimpleNamespace(kv_connector_extra_config=extra, kv_role="kv_both")
-    connector = KVStoreConnector(SimpleNamespace(kv_transfer_config=transfer), KVConnectorRole.SCHEDULER, None)
+    config = SimpleNamespace(kv_transfer_config=transfer, lora_config=None)
+    connector = KVStoreConnector(config, KVConnectorRole.SCHEDULER, None)
     reasons = list[str]()
     detached = list[bool]()
     connector.scheduler_side = SimpleNamespace(  # type: ignore[assignment]
@@ -307,8 +341,9 @@ def test_calls_of_workers_that_may_change_weights(method: Any, *, may_change: bo
     core: Any = SimpleNamespace(model_executor=SimpleNamespace(collective_rpc=lambda *_: [None]))
     EngineCore.collective_rpc(core, method)
     assert (bool(reasons), connector.guarded_errors) == (is_refused, 0)
-    assert bool(detached) == (may_change and method == "reset_weights")  # its operator should have reset the caches
+    assert bool(detached) == (may_change and method in CHANGE_WEIGHTS)  # its operator should have reset the caches
     assert all("set weights_may_change" in reason for reason in reasons)
+    assert not vars(connector)["_requests"].replaced_adapters  # nor is anything said of adapters: there are none
 
 
 def loaded(rank: Make) -> Rank:
