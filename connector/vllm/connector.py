@@ -115,6 +115,8 @@ class KVStoreConnector(ObservabilityHooks, KVConnectorBase_V1, SupportsHMA):
     _loaded_from: tuple[str, ...] | None = None
     # it slept too deep to keep its weights
     _has_lost_weights = False
+    # such a sleep takes a draft model's weights too, and vLLM reads only the model's again (0.32)
+    _loses_drafts = False
     # both sides of blending, where it is on
     _blends: BlendRequests | None = None
     _blender: Blender | None = None
@@ -454,7 +456,10 @@ class KVStoreConnector(ObservabilityHooks, KVConnectorBase_V1, SupportsHMA):
             if not self._settings.weights_may_change:
                 from connector.vllm.weight_changes import watch_weights  # it imports vLLM's worker
 
-                watch_weights(self, find_models())
+                models = find_models()
+                kept = getattr(self._vllm_config.model_config, "sleep_preserve_parameter_names", ())
+                self._loses_drafts = len(models) > 1 and "draft.*" not in kept
+                watch_weights(self, models)
             self.worker_side.register(lambda names: cache_layers(kv_caches, names, facts.num_blocks))
             if self._settings.blend and self._bridge is not None:
                 self._blend_refusal = "an error at its start, which is in the log"
@@ -484,6 +489,8 @@ class KVStoreConnector(ObservabilityHooks, KVConnectorBase_V1, SupportsHMA):
     @guarded()
     def on_weights_loaded(self, *, from_files: bool) -> None:
         """Go on only if the weights are those that the engine started with, as behind a sleep of level 2."""
+        if self._has_lost_weights and self._loses_drafts:
+            self._stop("a sleep of level 2 took its draft's weights: let sleep_preserve_parameter_names keep draft.*")
         self._has_lost_weights = False
         if not from_files or self._facts is None or not would_read_the_same(self._vllm_config, self._facts):
             self._stop("weights were loaded while it ran, and may be others: set weights_may_change")

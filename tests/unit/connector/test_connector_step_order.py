@@ -8,9 +8,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole, KVConnectorTransferResults
 
 from connector.jobs import SaveJob, StepJobs
+from connector.settings import ConnectorSettings
+from connector.vllm import connector as vllm_connector
 from connector.vllm import engine_facts
 from connector.vllm.connector import KVStoreConnector, _RankProof, _StepMetadata
 from kvstore.model.keys import NamespaceId, PrefixHash
@@ -45,6 +48,9 @@ class Rank:
 
     def drain(self) -> None:
         self.told.append("drain")
+
+    def register(self, layers: object) -> None:
+        pass
 
     def stop(self, reason: str) -> None:
         self.told.append("stop")
@@ -186,3 +192,31 @@ def test_weights_that_were_lost_end_caching_once_something_is_computed(made: tup
     assert "stop" not in rank.told
     step(connector, computes=True)
     assert rank.told.count("stop") == 1
+
+
+@pytest.mark.parametrize(
+    ("has_draft", "kept", "ends"),
+    [(False, [], False), (True, [], True), (True, ["*.engram", "draft.*"], False)],
+)
+def test_drafts_that_were_lost_end_caching(
+    made: tuple[KVStoreConnector, Rank],
+    monkeypatch: pytest.MonkeyPatch,
+    kept: list[str],
+    *,
+    has_draft: bool,
+    ends: bool,
+) -> None:
+    """vLLM's reload behind a sleep of level 2 reads the model's weights alone: a draft model computes with what is left
+    in memory, unless the sleep kept its weights."""
+    connector, rank = made
+    models = [torch.nn.Linear(1, 1) for _ in range(1 + has_draft)]
+    monkeypatch.setattr(vllm_connector, "find_models", lambda: models)
+    monkeypatch.setattr(vllm_connector, "would_read_the_same", lambda config, facts: True)
+    config = SimpleNamespace(model_config=SimpleNamespace(sleep_preserve_parameter_names=kept))
+    vars(connector).update(_settings=ConnectorSettings(), _facts=SimpleNamespace(), _vllm_config=config)
+    connector.register_kv_caches({})
+    connector.on_weights_loaded(from_files=True)
+    assert "stop" not in rank.told
+    connector.on_weights_lost()
+    connector.on_weights_loaded(from_files=True)
+    assert (("stop" in rank.told), connector.guarded_errors) == (ends, 0)
