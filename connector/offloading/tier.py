@@ -34,7 +34,7 @@ from connector.offloading.lookups import Doors, Lookups, Request
 from connector.offloading.transfers import Done, Job, Transfers
 from connector.request_parameters import RequestFlags, read_flags
 from connector.settings import STORE_SETTINGS, ConnectorSettings, cache_folder
-from connector.vllm.engine_calls import KEEP_WEIGHTS, watch_engine_calls
+from connector.vllm.engine_calls import CHANGE_WEIGHTS, KEEP_WEIGHTS, watch_engine_calls
 from connector.vllm.guard import guarded
 from connector.vllm.model_files import would_read_the_same
 from kvstore.client import PageDoor
@@ -219,8 +219,9 @@ class KVStoreTier(SecondaryTierManager):
         """Go on behind a call that may change weights only if it read the files that the engine started with."""
         assert self._engine is not None
         reads = method in ("reload_weights", "update_config")
-        is_known = self._settings.weights_may_change or method in KEEP_WEIGHTS
-        if self.refusal or (is_known and not reads):
+        declared = self._settings.weights_may_change  # then vLLM should have emptied its caches before
+        keeps = method not in CHANGE_WEIGHTS if declared else method in KEEP_WEIGHTS
+        if self.refusal or (keeps and not reads):
             return
         if not reads or arguments or not would_read_the_same(self._engine.config, self._engine.model):
             self._refuse(f"its weights may be others ({method or 'a function'}): restart it to use the store")
