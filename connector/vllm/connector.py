@@ -457,7 +457,7 @@ class KVStoreConnector(ObservabilityHooks, KVConnectorBase_V1, SupportsHMA):
                 from connector.vllm.weight_changes import watch_weights  # it imports vLLM's worker
 
                 models = find_models()
-                kept = getattr(self._vllm_config.model_config, "sleep_preserve_parameter_names", ())
+                kept = getattr(self._vllm_config.model_config, "sleep_preserve_parameter_names", None) or ()
                 self._loses_drafts = len(models) > 1 and "draft.*" not in kept
                 watch_weights(self, models)
             self.worker_side.register(lambda names: cache_layers(kv_caches, names, facts.num_blocks))
