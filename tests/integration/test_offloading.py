@@ -19,7 +19,9 @@ from vllm.v1.engine.core import EngineCore
 from vllm.v1.kv_offload.base import LookupResult, OffloadingEvent
 from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
 
+from connector.offloading import tier
 from connector.offloading.lookups import Request
+from connector.settings import ConnectorSettings
 from kvstore.client import BlockingStore
 from kvstore.client.pages import name_of_page
 from kvstore.errors import InvalidRequest
@@ -570,3 +572,25 @@ def test_the_documented_configuration_makes_it(make: OffloaderMaker) -> None:
     keys = chain("a", 2)
     stored(make(**names), keys)
     assert restored(make(), keys) == 2
+
+
+@pytest.mark.parametrize(
+    ("method", "may_change", "is_refused"),
+    [
+        ("update_weights", True, True),  # its caches should have been emptied before
+        ("a_method_of_the_operators", True, False),
+        ("a_method_of_the_operators", False, True),
+        ("list_loras", False, False),
+        ("reload_weights", True, False),  # of the same files
+    ],
+)
+def test_calls_that_change_weights_behind_vllms_own_offloading(
+    monkeypatch: pytest.MonkeyPatch, method: str, *, may_change: bool, is_refused: bool
+) -> None:
+    """The tier is not used from then on."""
+    monkeypatch.setattr(tier, "would_read_the_same", lambda config, model: True)
+    made = tier.KVStoreTier.__new__(tier.KVStoreTier)
+    settings, engine = ConnectorSettings(weights_may_change=may_change), SimpleNamespace(config=None, model=None)
+    vars(made).update(refusal="", guarded_errors=0, _settings=settings, _engine=engine, _doors={})
+    made.on_engine_call(method, ())
+    assert (bool(made.refusal), made.guarded_errors) == (is_refused, 0)

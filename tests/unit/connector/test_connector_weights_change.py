@@ -5,13 +5,10 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
 from connector.identity import describe_namespace
-from connector.offloading import tier
-from connector.settings import ConnectorSettings
 from kvstore.model.keys import NamespaceId
 from kvstore.testing.waiting import eventually
 from tests.unit.connector.scheduler_harness import SchedulerHarness, harness
@@ -217,25 +214,3 @@ def test_a_change_while_the_first_id_is_opened(tmp_path: Path, id_file: Path) ->
         at.side.reset_cache(is_empty=True)
         at.become_ready()
         assert at.side.namespace.id == namespace(at, "step-3")
-
-
-@pytest.mark.parametrize(
-    ("method", "may_change", "is_refused"),
-    [
-        ("update_weights", True, True),  # its caches should have been emptied before
-        ("a_method_of_the_operators", True, False),
-        ("a_method_of_the_operators", False, True),
-        ("list_loras", False, False),
-        ("reload_weights", True, False),  # of the same files
-    ],
-)
-def test_calls_that_change_weights_behind_vllms_own_offloading(
-    monkeypatch: pytest.MonkeyPatch, method: str, *, may_change: bool, is_refused: bool
-) -> None:
-    """The tier is not used from then on."""
-    monkeypatch.setattr(tier, "would_read_the_same", lambda config, model: True)
-    made = tier.KVStoreTier.__new__(tier.KVStoreTier)
-    settings, engine = ConnectorSettings(weights_may_change=may_change), SimpleNamespace(config=None, model=None)
-    vars(made).update(refusal="", guarded_errors=0, _settings=settings, _engine=engine, _doors={})
-    made.on_engine_call(method, ())
-    assert (bool(made.refusal), made.guarded_errors) == (is_refused, 0)
