@@ -139,16 +139,18 @@ async def test_a_frozen_service(engine: Engine) -> None:
 async def test_telling_waits_for_nothing(engine: Engine, how: signal.Signals) -> None:
     """Neither a report nor the engine's end waits for a service that does not answer."""
     os.kill(engine.pid, how)
-    begun_s = time.monotonic()
-    for number in range(KEPT + 100):
-        engine.rank.report(loss(f"lost {number}"))
-    assert time.monotonic() - begun_s < 2.0
-    assert len(engine.rank._reports) == KEPT
-    begun_s = time.monotonic()
-    await engine.rank.aclose()
-    assert time.monotonic() - begun_s < 5.0
-    if how is signal.SIGSTOP:
-        os.kill(engine.pid, signal.SIGCONT)
+    try:
+        begun_s = time.monotonic()
+        for number in range(KEPT + 100):
+            engine.rank.report(loss(f"lost {number}"))
+        assert time.monotonic() - begun_s < 2.0
+        assert len(engine.rank._reports) == KEPT
+        begun_s = time.monotonic()
+        await engine.rank.aclose()
+        assert time.monotonic() - begun_s < 5.0
+    finally:
+        if how is signal.SIGSTOP:
+            os.kill(engine.pid, signal.SIGCONT)
 
 
 async def test_what_is_too_much_is_named(engine: Engine, caplog: pytest.LogCaptureFixture) -> None:
