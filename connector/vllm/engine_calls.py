@@ -20,7 +20,7 @@ KEEP_WEIGHTS = frozenset(
     (
         *("add_lora", "list_loras", "pin_lora", "remove_lora"),
         *("annotate_profile", "profile", "check_health", "execute_dummy_batch", "synchronize_device"),
-        *("checkpoint_prepare", "checkpoint_restore", "discard", "shutdown", "sleep", "wake_up"),
+        *("checkpoint_prepare", "checkpoint_restore", "shutdown", "sleep", "wake_up"),
         *("compute_weight_checksums", "get_model_inspection", "save_sharded_state", "save_tensorized_model"),
         *("get_cache_block_size_bytes", "get_compilation_match_table", "get_encoder_timing_stats", "get_kv_cache_spec"),
         *("get_kv_connector_handshake_metadata", "get_supported_tasks", "supports_draft_weight_updates"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterable
+from types import MethodType
 from typing import Any, Protocol
 from weakref import WeakSet
 
@@ -50,14 +51,15 @@ def _tell_loaded(*, from_files: bool) -> None:
 
 def _wrap_load(module: Any) -> None:
     load = module.load_weights
+    of_any = getattr(load, "__func__", None)  # `None`: a trainer has put a plain function in its place
 
     @functools.wraps(load)
-    def load_weights(*args: Any, **kwargs: Any) -> Any:
+    def load_weights(self: Any, *args: Any, **kwargs: Any) -> Any:
         if not _reloading:
             _tell_loaded(from_files=False)
-        return load(*args, **kwargs)
+        return load(*args, **kwargs) if of_any is None else of_any(self, *args, **kwargs)
 
-    module.load_weights = load_weights
+    module.load_weights = MethodType(load_weights, module)  # a copy of the module gets a method of its own
 
 
 @functools.cache

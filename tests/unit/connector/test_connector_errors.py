@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import logging
+import pickle
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from functools import reduce
@@ -240,7 +243,10 @@ class Told:
 class Loadable(torch.nn.Module):
     """A model, or a part of one, that a trainer gives weights."""
 
+    is_loaded = False
+
     def load_weights(self) -> set[str]:
+        self.is_loaded = True
         return {"loaded"}
 
 
@@ -279,6 +285,17 @@ def test_weights_that_code_beside_vllm_changes(monkeypatch: pytest.MonkeyPatch) 
         with suppress(Exception):  # where there is no GPU it ends somewhere behind the beginning
             Worker.sleep(SimpleNamespace(), level)  # type: ignore[arg-type]
     assert told[2:].count(None) == 1
+    del watcher
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
+def test_a_copy_of_a_model_loads_its_own_weights(copied: Callable[[Loadable], Loadable]) -> None:
+    """A trainer in the engine's process may copy the model: the engine's own stays as it is."""
+    model = Loadable()
+    watch_weights(watcher := Told([]), [model])
+    other = copied(model)
+    other.load_weights()
+    assert (model.is_loaded, other.is_loaded) == (False, True)
     del watcher
 
 

@@ -218,7 +218,8 @@ class _Collection:
                 self._notes.append(f"{name} has more orphans: run the garbage collection again")
             if self._job.is_dry_run:
                 self._count_orphans(name, orphans.found)
-                self._notes += [MAY_BE_LIVE] if orphans.found and MAY_BE_LIVE not in self._notes else []
+                if orphans.found and MAY_BE_LIVE not in self._notes:
+                    self._notes.append(MAY_BE_LIVE)
         if self._job.is_dry_run or not any(orphans.found for orphans in collected.values()):
             return
         progress.unit = f"records; the orphans are compared again {UNUSED_S} s later, and deleted then"
