@@ -38,8 +38,9 @@ WRITERS = 4
 
 
 class FastDays:
-    """Dates pass twenty times as quickly as deadlines: what is new is old soon. Quicker, and a busy machine would write a
-    boundary's next record only when the boundary is old."""
+    """Dates pass twenty times as quickly as deadlines: what is new is old soon. If they passed quicker, a busy machine
+    would write a boundary's next record only when the boundary is old.
+    """
 
     def __init__(self) -> None:
         self._start_ms = SYSTEM_CLOCK.wall_ms()
