@@ -23,11 +23,12 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
 from multiprocessing import get_context
 from struct import Struct
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import uvloop
-from redis.asyncio import Redis
+from redis.asyncio import ConnectionPool, Redis
 from rich.console import Console
 from rich.table import Table
 
@@ -116,14 +117,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 async def _measure(num_entries: int, repetitions: int) -> list[Row]:
     with redis_server() as server:
-        client = Redis(host=server.host, port=server.port)
+        pool = _CountingPool(host=server.host, port=server.port)
+        client = Redis(connection_pool=pool)
         try:
             catalog = RedisCatalog(client)
             await catalog.register(_DESCRIPTION.id, _LAYOUT, "", deadline=soon())
             num_prompts = max(*_SCALES, -(-num_entries // _BOUNDARIES))
             rows = [await _fill(client, catalog, num_prompts)]
             await catalog.mark_complete(await catalog.epoch(deadline=soon()), deadline=soon())
-            rows += await _time_lookups(client, catalog, server.url, num_prompts, repetitions)
+            rows += await _time_lookups(pool, catalog, server.url, num_prompts, repetitions)
         finally:
             await client.aclose()
     rows.append(await _count_rounds())
@@ -152,7 +154,7 @@ async def _fill(client: Redis, catalog: RedisCatalog, num_prompts: int) -> Row:
 
 
 async def _time_lookups(
-    client: Redis, catalog: RedisCatalog, url: str, num_prompts: int, repetitions: int
+    pool: _CountingPool, catalog: RedisCatalog, url: str, num_prompts: int, repetitions: int
 ) -> list[Row]:
     meters = Meters()
     memory, hot = MemoryTier(64 << 20), RedisTier(url)
@@ -167,7 +169,7 @@ async def _time_lookups(
                 for turn in range(repetitions + 3):
                     query = _prompt((turn * scale) % (num_prompts - scale + 1), scale)
                     prefixes = [boundary.prefix for boundary in query.boundaries]
-                    before = await _commands(client)
+                    before = await _round_trips(pool)
                     started_s = time.perf_counter()
                     if what == "store_lookup":
                         found = await store.lookup(query, deadline=soon())
@@ -179,7 +181,7 @@ async def _time_lookups(
                         seconds = time.perf_counter() - started_s
                     if turn >= 3:  # the first ones connect, and ask whether the catalog is complete
                         times.append(seconds * 1000)
-                        trips = max(trips, await _commands(client) - before)
+                        trips = max(trips, await _round_trips(pool) - before)
                 times.sort()
                 rows.append(
                     Row(
@@ -260,7 +262,8 @@ def _time_hashes(repetitions: int) -> Row:
 
 
 def _question(token_ids: npt.NDArray[np.uint32]) -> bytes:
-    return json.dumps({"model": "lookup", "token_ids": token_ids.tolist()}).encode()
+    """As the routers of llm-d and Dynamo, in Go and Rust, write it: without spaces."""
+    return json.dumps({"model": "lookup", "token_ids": token_ids.tolist()}, separators=(",", ":")).encode()
 
 
 def _ask(address: str, questions: Sequence[tuple[bytes, int]]) -> list[float]:
@@ -278,11 +281,22 @@ def _ask(address: str, questions: Sequence[tuple[bytes, int]]) -> list[float]:
     return times
 
 
-async def _commands(client: Redis) -> int:
-    """Reads of entries so far, each command its own round trip, and reads of records, were there any."""
-    stats = await client.info("commandstats")
-    names = ("cmdstat_mget", "cmdstat_strlen", "cmdstat_getrange")  # a GET is of the books, in the background
-    return sum(int(stats[name]["calls"]) for name in names if name in stats)
+class _CountingPool(ConnectionPool):
+    """Counts its uses: the catalog takes a connection for each round trip, whose commands are sent together."""
+
+    num_used = 0
+
+    async def get_connection(self, *args: Any, **options: Any) -> Any:
+        self.num_used += 1
+        return await super().get_connection(*args, **options)  # type: ignore[no-untyped-call]
+
+
+async def _round_trips(pool: _CountingPool) -> int:
+    """To read entries so far, and to read records, were there any, each command by itself."""
+    num_used = pool.num_used
+    stats = await Redis(connection_pool=pool).info("commandstats")
+    pool.num_used = num_used
+    return num_used + sum(int(stats[name]["calls"]) for name in ("cmdstat_strlen", "cmdstat_getrange") if name in stats)
 
 
 async def _count_rounds() -> Row:

@@ -6,7 +6,8 @@ import asyncio
 import secrets
 from collections import defaultdict
 from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
-from typing import Any, cast
+from itertools import chain
+from typing import Any
 
 from redis.asyncio import Redis, RedisCluster
 
@@ -403,8 +404,9 @@ class RedisCatalog(Catalog):
                 (self._nodes.slot_of(prefix.hex()), ("GET", name)) for prefix, name in zip(prefixes, names, strict=True)
             ]
             return await self._nodes.run(calls, deadline=deadline)
-        (entries,) = await self._nodes.run([(0, ("MGET", *names))], deadline=deadline)
-        return cast("list[bytes | None]", entries)
+        parts = [(0, ("MGET", *names[start : start + _BATCH])) for start in range(0, len(names), _BATCH)]
+        entries = await self._nodes.run(parts, deadline=deadline)
+        return list(chain.from_iterable(entries))
 
     def _call(
         self, script: Script, namespace: NamespaceId, prefix: PrefixHash, level: Level, *arguments: Argument

@@ -52,6 +52,7 @@ _CALLS_MAX = 24
 """Connections in use at a time, over all nodes. A client's pool has a few more, and raises when it is exhausted."""
 
 _packed = cast(Callable[[Command], bytes], pack_command)  # its stub allows for one argument only
+_PART_BYTES = 16 << 10
 _TEXTS = {script.sha: script.text for script in ALL}
 _NOT_UNDERSTOOD = (ValueError, TypeError, AttributeError, LookupError)
 """Errors of redis-py for replies that it cannot convert."""
@@ -294,9 +295,13 @@ class RedisNodes:
         connection = await pool.get_connection() if pool is not None else node.acquire_connection()
         replies: list[Any] = []
         try:
-            # packed by hiredis: redis-py takes longer to pack a lookup's thousands of names than Redis to answer it;
+            is_first = True
+            for part in _packed_parts(commands):
+                if not (is_first or connection.is_connected):  # redis-py would send the rest on another connection
+                    raise ConnectionError("the connection was closed while commands were sent")
+                await connection.send_packed_command(part, check_health=is_first)  # it is a command with a reply
+                is_first = False
             # `math.inf` disables redis-py's timer for each reply, which costs more than reading the reply
-            await connection.send_packed_command([_packed(tuple(command)) for command in commands])
             while len(replies) < len(commands):
                 try:
                     replies.append(await connection.read_response(disable_decoding=True, timeout=math.inf))
@@ -313,6 +318,21 @@ class RedisNodes:
                     await connection.disconnect(nowait=True)
                 node.release(connection)
         return replies
+
+
+def _packed_parts(commands: Sequence[Command]) -> Iterator[list[bytes]]:
+    """The commands as they are sent, some at a time: the server works on one part while the next is packed. Packed by
+    hiredis: redis-py takes longer to pack a lookup's thousands of names than Redis to answer it.
+    """
+    part, num_bytes = list[bytes](), 0
+    for command in commands:
+        part.append(_packed(tuple(command)))
+        num_bytes += len(part[-1])
+        if num_bytes >= _PART_BYTES:
+            yield part
+            part, num_bytes = [], 0
+    if part:
+        yield part
 
 
 def _as_text(command: Command) -> Command:

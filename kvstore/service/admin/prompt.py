@@ -37,7 +37,7 @@ _SPACES = b" \t\r\n"
 """Those of JSON."""
 _IN_LISTS = b"0123456789," + _SPACES
 _TOKEN_ID_MAX = (1 << 32) - 1
-_PIECE_BYTES = 32 << 10
+_PIECE_BYTES = 64 << 10
 _PLAIN_BYTES_MAX = 64 << 10
 """A body has at most this much beside its long lists: that is parsed at once."""
 

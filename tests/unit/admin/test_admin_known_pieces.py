@@ -157,9 +157,9 @@ async def test_the_next_turn_is_answered_from_pieces_of_the_last_one(
 
     monkeypatch.setattr(KnownPieces, "of", counted)
     rng, prompt = random.Random(4), Prompt(ATTENTION, "tokens", 64, tenant="red")
-    tokens = [rng.randrange(150_000) for _ in range(30_720)]
+    tokens = [rng.randrange(150_000) for _ in range(61_440)]
     async with open_service(tmp_path) as made, AsyncExitStack() as stack:
-        await made.save_pages(prompt, PlainChain().extend(tokens[:24_000]))
+        await made.save_pages(prompt, PlainChain().extend(tokens[:48_000]))
         one = EngineInstance("e", ("m",), step_tokens=16)
         await stack.enter_async_context(engine(made, one, prompt, "red"))
 
@@ -172,17 +172,17 @@ async def test_the_next_turn_is_answered_from_pieces_of_the_last_one(
             assert answer.status_code == 200, answer.text
             if token != "blue":
                 found = answer.json()["red"]["e"]["longest_matched"]
-                assert found == (min(num_tokens - 1, 24_000) // 64 * 64 if salt is None else 0)
+                assert found == (min(num_tokens - 1, 48_000) // 64 * 64 if salt is None else 0)
             return computed[True] - before[True], computed[False] - before[False]
 
-        assert await ask("red", 20_000) == (0, 3)  # whole pieces, of 32 KiB of text
-        assert await ask("red reader", 28_000) == (3, 2)
-        assert await ask("red", 28_000) == (5, 0)
-        assert await ask("red", 28_000, "anna") == (0, 5)
-        assert await ask("operator", 28_000) == (0, 5)
-        assert await ask("watcher", 28_000) == (5, 0)
-        assert await ask("blue", 28_000) == (0, 5)  # although no engine of its own is connected: the ids are checked
+        assert await ask("red", 40_016) == (0, 3)  # whole pieces, of 64 KiB of text
+        assert await ask("red reader", 56_000) == (3, 2)
+        assert await ask("red", 56_000) == (5, 0)
+        assert await ask("red", 56_000, "anna") == (0, 5)
+        assert await ask("operator", 56_000) == (0, 5)
+        assert await ask("watcher", 56_000) == (5, 0)
+        assert await ask("blue", 56_000) == (0, 5)  # although no engine of its own is connected: the ids are checked
         metrics = (await (await stack.enter_async_context(made.client("watcher"))).get("/metrics")).text
         shown = int(metrics.partition("\nkvstore_known_pieces_bytes ")[2].split()[0])
-        hashes = 4 * 28_000 // 16 * 32  # of four questions, but for what their last pieces have
+        hashes = 4 * 56_000 // 16 * 32  # of four questions, but for what their last pieces have
         assert 0.8 * hashes < shown < 1.1 * hashes

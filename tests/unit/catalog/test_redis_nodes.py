@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
-from redis.asyncio import RedisCluster
+from redis.asyncio import Connection, Redis, RedisCluster
 from redis.exceptions import ResponseError
 
 from kvstore.catalog.redis.catalog import RedisCatalog
@@ -15,6 +16,7 @@ from kvstore.catalog.redis.coordination import RedisOwnership
 from kvstore.catalog.redis.nodes import RedisNodes
 from kvstore.catalog.redis.pending import RedisPendingLog
 from kvstore.errors import Unavailable, next_step
+from kvstore.testing.servers import redis_server
 from kvstore.testing.waiting import soon
 
 
@@ -33,7 +35,7 @@ class Node:
     def release(self, connection: Node) -> None:
         self.num_used -= 1
 
-    async def send_packed_command(self, command: object) -> None:
+    async def send_packed_command(self, command: object, **_: object) -> None:
         """Sent."""
 
     async def read_response(self, **_: object) -> None:
@@ -55,6 +57,33 @@ async def test_a_node_that_refuses_leaves_no_call_to_one_that_hangs() -> None:
     with pytest.raises(Unavailable):
         await nodes.run([(0, ("GET", "a")), (1, ("GET", "b"))], deadline=soon())
     assert (hangs.num_used, refuses.num_used) == (0, 0)
+
+
+async def test_a_connection_that_is_closed_between_two_parts_of_the_commands(monkeypatch: pytest.MonkeyPatch) -> None:
+    """redis-py would send the second part on a new connection, and the replies to the first one would never come."""
+    send, num_sent = Connection.send_packed_command, 0
+
+    async def send_once(connection: Connection, *arguments: Any, **options: Any) -> None:
+        nonlocal num_sent
+        num_sent += 1
+        await send(connection, *arguments, **options)
+        if num_sent == 1:
+            await connection.disconnect()
+
+    with redis_server() as server:
+        client = Redis(host=server.host, port=server.port)
+        try:
+            nodes, names = RedisNodes(client, gate=None), [f"{number}" for number in range(3000)]
+            await nodes.run([(0, ("SET", name, name)) for name in names], deadline=soon())
+            gets = [(0, ("GET", name)) for name in names]
+            monkeypatch.setattr(Connection, "send_packed_command", send_once)
+            with pytest.raises(Unavailable, match="closed while commands were sent"):
+                await nodes.run(gets, deadline=soon())
+            assert num_sent == 1
+            monkeypatch.undo()
+            assert await nodes.run(gets, deadline=soon()) == [name.encode() for name in names]
+        finally:
+            await client.aclose()
 
 
 class Foreign:
