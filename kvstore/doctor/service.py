@@ -178,7 +178,10 @@ def reindex_step(status: Mapping[str, object]) -> str:
     tiers = mapping_of(status.get("tiers"))
     down = [tier for tier, values in tiers.items() if mapping_of(values).get("healthy") is False]
     when = f", once {' and '.join(down)} answers again" if down else ""
-    return f"wait: one of the services adds them{when}; its log says how far it is, and `kvstore reindex` does the same"
+    return (
+        f"wait: one of the services adds them{when}; its log says how far it is, and `kvstore reindex` does the same; "
+        "if it does not end, see redis.policy in `kvstore doctor`: a Redis that may evict any key evicts the catalog"
+    )
 
 
 def judge_files(status: Mapping[str, object]) -> Finding:

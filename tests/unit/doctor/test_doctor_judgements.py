@@ -250,6 +250,7 @@ def test_the_catalog_and_the_files_of_a_service() -> None:
     check(judge_catalog(incomplete), WARNING, "may lack records", "wait: one of the services adds them; its log")
     tiers["s3"] = {"healthy": False}
     check(judge_catalog(incomplete), WARNING, "", "adds them, once s3 answers again; its log")
+    check(judge_catalog(incomplete), WARNING, "", "redis.policy")
     away = {"takes_none_since_ms": 5, "takes_none_reason": "no memory is left: raise maxmemory url=redis://a"}
     seen = "it takes no changes of the service (no memory is left, url redis://a)"
     check(judge_catalog({**incomplete, "catalog": away}), WARNING, seen, "raise maxmemory")
