@@ -1,8 +1,11 @@
-"""Where the lines of the store's client go in an engine of vLLM."""
+"""Where our lines, and those of the store's client, go in an engine of vLLM."""
 
 from __future__ import annotations
 
 import logging
+
+LOG = logging.getLogger("vllm.kvstore")
+"""Below vLLM's logger, so that its handlers and levels apply."""
 
 
 def join_vllm_logs() -> None:
@@ -13,5 +16,5 @@ def join_vllm_logs() -> None:
     """
     client = logging.getLogger("kvstore")
     if not client.handlers and not logging.root.handlers:
-        client.parent = logging.getLogger("vllm.kvstore")
+        client.parent = LOG
         client.setLevel(logging.NOTSET)  # this also has Python compute the levels of the loggers below it again

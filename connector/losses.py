@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import threading
 from collections.abc import Mapping
 from concurrent.futures import Future
@@ -12,13 +11,12 @@ from dataclasses import replace
 from enum import StrEnum
 
 from connector.bridge import Bridge, post
+from connector.logs import LOG
 from kvstore.api import Outcome, PageStore
 from kvstore.errors import Closed
 from kvstore.model.keys import Boundary, NamespaceId
 from kvstore.runtime.clock import SYSTEM_CLOCK, Clock
 from kvstore.runtime.meters import Meters
-
-_log = logging.getLogger("vllm.kvstore")  # below vLLM's logger, so that its handlers and levels apply
 
 _MIB = 1 << 20
 
@@ -123,7 +121,7 @@ class LossReporter:
                 with suppress(Closed):
                     self._repeating = self._bridge.submit(self._repeat)
         if is_first:
-            _log.warning(
+            LOG.warning(
                 "kvstore: records of group %d are never saved: one is larger than half of pinned_bytes, which is"
                 ' %s bytes: set "pinned_bytes":"%dMiB" or more in kv_connector_extra_config',
                 group,

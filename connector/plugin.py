@@ -12,7 +12,7 @@ import logging
 from importlib import import_module
 from typing import Any
 
-_log = logging.getLogger("vllm.kvstore")  # below vLLM's logger, so that its handlers and levels apply
+_log = logging.getLogger("vllm.kvstore")  # as connector.logs, which is not imported: vLLM loads this in each process
 
 _NAME = "KVStoreConnector"
 

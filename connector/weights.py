@@ -9,7 +9,6 @@ import asyncio
 import glob
 import hashlib
 import json
-import logging
 import re
 import tempfile
 from collections import OrderedDict
@@ -20,11 +19,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from connector.facts import ModelFacts
+from connector.logs import LOG
 from connector.prefix_hash import AdapterRequest, UncacheableContent
 from kvstore.errors import InvalidRequest
 from kvstore.runtime.meters import Meters
-
-_log = logging.getLogger("vllm.kvstore")  # below vLLM's logger, so that its handlers and levels apply
 
 _SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
 _BY_SUFFIX = ("auto", "hf", "safetensors", "fastsafetensors", "instanttensor", "mistral", "sharded_state")
@@ -378,4 +376,4 @@ class Adapters:
     def _refuse(self, adapter: AdapterRequest) -> None:
         reason = f"the files of the adapter in {adapter.path} changed, and the engine may use the old ones"
         self._refused[adapter.number] = reason
-        _log.warning("kvstore: %s: requests with it are not cached; load a new version from a new folder", reason)
+        LOG.warning("kvstore: %s: requests with it are not cached; load a new version from a new folder", reason)

@@ -7,7 +7,6 @@ whether a piece failed.
 
 from __future__ import annotations
 
-import logging
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -33,13 +32,13 @@ from connector.blend.recompute import (
     exchanges_of_extend,
     extend,
 )
+from connector.logs import LOG
 from kvstore.api import Deadline
 from kvstore.errors import InternalError, KVStoreError
 from kvstore.model.layout import Span
 
 Made = TypeVar("Made")
 
-_log = logging.getLogger("vllm.kvstore")  # below vLLM's logger, so that its handlers and levels apply
 
 _AUDIT_TOKENS = 256
 """Tokens of an audit that are computed in a step, so that other requests wait little for it."""
@@ -212,7 +211,7 @@ class Blender:
                 self._go_on_with_audit()
         except Exception as error:  # noqa: BLE001 - vLLM waits for each of these requests, so each is reported
             failure = self._known_to_all(error)
-            _log.warning(
+            LOG.warning(
                 "kvstore: a request could not be blended and is computed request=%s: %s",
                 current.job.request_id,
                 failure,
@@ -267,7 +266,7 @@ class Blender:
                 for span in spans:
                     found.append(store.read(root, job.tokens[span.start : span.stop], deadline))
             except KVStoreError as error:
-                _log.warning("kvstore: a document cannot be read and is computed: %s", error)
+                LOG.warning("kvstore: a document cannot be read and is computed: %s", error)
         return found + [None] * (len(spans) - len(found))  # nor can those behind one that cannot be read
 
     def _agree_on_documents(self, current: _Open, *, waits: bool) -> bool:
@@ -389,9 +388,9 @@ class Blender:
         try:
             store.write(root, tokens, document, deadline)
         except KVStoreError as error:
-            _log.warning("kvstore: a document was computed and not stored: %s", error)
+            LOG.warning("kvstore: a document was computed and not stored: %s", error)
         except Exception:
-            _log.exception("kvstore: a document was computed and not stored")
+            LOG.exception("kvstore: a document was computed and not stored")
             raise
 
     def _end(self, current: _Open, report: BlendReport) -> None:
@@ -423,7 +422,7 @@ class Blender:
             report = BlendAudit(audit.job.request_id, kl, *_differences(self._sum_over_ranks(squares)))
         except Exception as error:  # noqa: BLE001 - and for each audit
             failure = self._known_to_all(error)
-            _log.warning("kvstore: a blended request could not be audited: %s", failure, exc_info=failure.__cause__)
+            LOG.warning("kvstore: a blended request could not be audited: %s", failure, exc_info=failure.__cause__)
             report = BlendAudit(audit.job.request_id, None)
         self._audit = None
         self._audits.append(report)

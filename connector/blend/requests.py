@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import isfinite
@@ -10,13 +9,12 @@ from math import isfinite
 from connector.blend.consent import read_spans
 from connector.blend.gate import Gate
 from connector.blend.jobs import BlendAudit, BlendJob, BlendReport, BlendReports
+from connector.logs import LOG
 from connector.settings import ConnectorSettings
 from kvstore.api import Outcome
 from kvstore.errors import InvalidRequest
 from kvstore.model.layout import Span
 from kvstore.runtime.meters import Meters
-
-_log = logging.getLogger("vllm.kvstore")  # below vLLM's logger, so that its handlers and levels apply
 
 
 @dataclass(slots=True)
@@ -63,7 +61,7 @@ class BlendRequests:
         """End blending, and log the first reason."""
         if not self.refusal:
             self.refusal = reason
-            _log.warning("kvstore: this engine does not blend: %s", reason)
+            LOG.warning("kvstore: this engine does not blend: %s", reason)
 
     def on_new_request(
         self, request_id: str, wish: object, tokens: Sequence[int], cache_salt: str | None

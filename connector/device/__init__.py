@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from typing import TYPE_CHECKING
 
 import torch
@@ -12,12 +11,12 @@ from connector.device.cpu import CpuDevice
 from connector.device.gpu import StreamDevice
 from connector.device.paths import try_path
 from connector.device.streams import CudaStreams
+from connector.logs import LOG
 from kvstore.errors import InvalidRequest
 
 if TYPE_CHECKING:  # it needs Triton
     from connector.device.kernels import DeviceKernels
 
-_log = logging.getLogger("vllm.kvstore")  # below vLLM's logger, so that its handlers and levels apply
 
 __all__ = ["open_device"]
 
@@ -42,7 +41,7 @@ def open_device(where: torch.device, *, ring_bytes: int, page_bytes_max: int) ->
 
 def _kernels(streams: CudaStreams) -> type[DeviceKernels] | None:
     if problem := try_path("kernels", streams).problem:
-        _log.warning("kvstore: the processor verifies records, not the GPU: %s", problem)
+        LOG.warning("kvstore: the processor verifies records, not the GPU: %s", problem)
         return None
     from connector.device.kernels import DeviceKernels
 

@@ -11,7 +11,6 @@ Work on streams runs in inference mode: vLLM's caches are inference tensors, whi
 
 from __future__ import annotations
 
-import logging
 from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -45,13 +44,13 @@ from connector.device.rows import (
     split_planes,
 )
 from connector.device.streams import Event, Streams
+from connector.logs import LOG
 from kvstore.errors import InternalError, InvalidRequest
 from kvstore.runtime.arena import ArenaView
 
 if TYPE_CHECKING:  # it needs Triton
     from connector.device.kernels import DeviceKernels
 
-_log = logging.getLogger("vllm.kvstore")  # below vLLM's logger, so that its handlers and levels apply
 
 _BATCH_BYTES = 32 << 20
 _LANE_BYTES = 96 << 20
@@ -119,7 +118,7 @@ class StreamDevice:
         self._page_bytes_max = page_bytes_max
         lanes_bytes = sum(lane.device_bytes for lane in self.placer.lanes)
         self.device_bytes = self._ring.num_bytes + batch_bytes + lanes_bytes
-        _log.info(
+        LOG.info(
             "kvstore: the connector takes %d MiB of the GPU's memory: %d for saves, %d for loads",
             self.device_bytes >> 20,
             (self.device_bytes - lanes_bytes) >> 20,
@@ -183,7 +182,7 @@ class StreamDevice:
             self._drain.run(partial(_drain_encoded, self.kernels, slot, encoded, targets, sizes))
         except Exception:  # noqa: BLE001 - the page itself is there: a processor encodes it
             self._encodes = False
-            _log.warning("kvstore: the GPU could not encode tiles, processors do it from now on", exc_info=True)
+            LOG.warning("kvstore: the GPU could not encode tiles, processors do it from now on", exc_info=True)
             return None
         return sizes
 
@@ -202,7 +201,7 @@ class StreamDevice:
         if self.kernels is None or self._encodes is not None:
             return
         if problem := try_path("encoding", self._streams).problem:
-            _log.warning("kvstore: the processor encodes tiles, not the GPU: %s", problem)
+            LOG.warning("kvstore: the processor encodes tiles, not the GPU: %s", problem)
         self._encodes = not problem
 
     def adopt(self, view: ArenaView | None) -> None:

@@ -8,7 +8,6 @@ needs itself. From memory of another node a GPU reads at a third to two thirds o
 from __future__ import annotations
 
 import ctypes
-import logging
 import mmap
 import os
 import sys
@@ -20,10 +19,9 @@ from pathlib import Path
 
 import torch
 
+from connector.logs import LOG
 from kvstore.errors import InternalError
 from kvstore.runtime.arena import FreeRanges
-
-_log = logging.getLogger("vllm.kvstore")  # below vLLM's logger, so that its handlers and levels apply
 
 _ALIGN_BYTES = 512
 
@@ -128,7 +126,7 @@ def pin_near(
         ctypes.memset(address, 0, num_bytes)
         register(address, num_bytes)
         mapping.release = lambda: release(address)
-        _log.info("kvstore: %d MiB of host memory are pinned, %s", num_bytes >> 20, where)
+        LOG.info("kvstore: %d MiB of host memory are pinned, %s", num_bytes >> 20, where)
 
     with ThreadPoolExecutor(1, thread_name_prefix="pinning") as thread:
         thread.submit(touch_and_register).result()

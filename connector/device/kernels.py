@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,11 +14,10 @@ from connector.device import row_kernels, tiles
 from connector.device.checksums import DigestCheck
 from connector.device.rows import CacheGeometry, pack_indexes, plan_rows, scatter_rows
 from connector.device.streams import Streams
+from connector.logs import LOG
 from kvstore.codec import TILES, encode
 from kvstore.codec.tiles import TILE_BYTES, TilesHead, read_head
 from kvstore.errors import InvalidRequest
-
-_log = logging.getLogger("vllm.kvstore")  # below vLLM's logger, so that its handlers and levels apply
 
 _DIGEST_SIZES = (4096, 4104, 5112, 5120, 6208, 40_960, 99_992)
 _TILES_BYTES = 100_000
@@ -88,7 +86,7 @@ def check_kernels(streams: Streams) -> None:
     _check_digests(streams)
     _check_tiles(streams)
     _check_rows(streams)
-    _log.info("kvstore: the GPU verifies records in the service's memory, decodes tiles and copies rows by kernels")
+    LOG.info("kvstore: the GPU verifies records in the service's memory, decodes tiles and copies rows by kernels")
 
 
 def _check_digests(streams: Streams) -> None:

@@ -22,10 +22,9 @@ import numpy as np
 import torch
 
 from connector.device.streams import Streams
+from connector.logs import LOG
 from kvstore.errors import InvalidRequest
 from kvstore.runtime.arena import ArenaView
-
-_log = logging.getLogger("vllm.kvstore")  # below vLLM's logger, so that its handlers and levels apply
 
 _MOST_BYTES = 256 << 20
 """Registered in one call, which holds a lock of the driver: some tens of milliseconds."""
@@ -167,7 +166,7 @@ class RegisteredMemory:
             self._streams.release(address)
         except InvalidRequest as error:
             _unreleased.append(memory)
-            _log.debug("kvstore: %s", error)
+            LOG.debug("kvstore: %s", error)
 
     def _register(self, now: _Registered) -> None:
         """Register what has memory, until another memory is adopted."""
@@ -192,7 +191,7 @@ class RegisteredMemory:
             pieces = (*now.pieces[:index], piece, *now.pieces[index:])
             self._now = _Registered(view, now.address, starts, pieces)
         level = logging.DEBUG if now.pieces else logging.INFO
-        _log.log(level, "kvstore: the GPU reads the service's memory itself, %d MiB so far", self.num_bytes >> 20)
+        LOG.log(level, "kvstore: the GPU reads the service's memory itself, %d MiB so far", self.num_bytes >> 20)
         return True
 
     def _refuse(self, view: ArenaView, error: Exception) -> None:
@@ -201,7 +200,7 @@ class RegisteredMemory:
                 return
             is_first, self._refused_s = not self._refused_s, time.monotonic()
         if is_first:
-            _log.warning("kvstore: %s: records are copied in host memory first", error)
+            LOG.warning("kvstore: %s: records are copied in host memory first", error)
 
     def _unregistered(self, view: ArenaView, now: _Registered) -> Iterator[tuple[int, int]]:
         """Ranges that have memory and are not registered: start and size."""

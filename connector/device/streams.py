@@ -6,7 +6,6 @@ in order, after the call that ordered it. Streams are synchronised by events onl
 
 from __future__ import annotations
 
-import logging
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol, TypeAlias
@@ -14,9 +13,8 @@ from typing import Any, Protocol, TypeAlias
 import torch
 
 from connector.device.host_memory import near_processors, pin_near
+from connector.logs import LOG
 from kvstore.errors import InvalidRequest
-
-_log = logging.getLogger("vllm.kvstore")  # below vLLM's logger, so that its handlers and levels apply
 
 _PORTABLE = 1
 """cudaHostRegisterPortable: pinned for every GPU of the process."""
@@ -240,7 +238,7 @@ class CudaStreams:
                 self._copy_in_one_call(runtime, memory.data_ptr(), pieces)
             except (AttributeError, RuntimeError, TypeError, ValueError) as error:  # its arguments differ by version
                 self._runtime = None
-                _log.warning("kvstore: cudaMemcpyBatchAsync is not used again: %s: %s", type(error).__name__, error)
+                LOG.warning("kvstore: cudaMemcpyBatchAsync is not used again: %s: %s", type(error).__name__, error)
             else:
                 return
         copy_pieces(memory, pieces)
@@ -297,9 +295,9 @@ def batching_runtime() -> Any:
         error, driver = runtime.cudaDriverGetVersion()
         if not int(error) and min(driver, runtime.CUDART_VERSION) >= _BATCHING_VERSION:
             return runtime
-        _log.info("kvstore: CUDA %s with driver %s copies pieces one by one", runtime.CUDART_VERSION, driver)
+        LOG.info("kvstore: CUDA %s with driver %s copies pieces one by one", runtime.CUDART_VERSION, driver)
     except (ImportError, AttributeError, RuntimeError, ValueError) as error:  # the last two: it finds no library
-        _log.info("kvstore: the GPU is asked for each piece by itself: %s", error)
+        LOG.info("kvstore: the GPU is asked for each piece by itself: %s", error)
     return None
 
 

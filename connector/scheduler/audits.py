@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
@@ -10,6 +9,7 @@ from itertools import groupby
 from connector.facts import EngineFacts
 from connector.identity import CacheShape
 from connector.jobs import AuditJob, BlockIds, LoadPiece, RankReport
+from connector.logs import LOG
 from connector.scheduler.hook_facts import StepFacts
 from connector.scheduler.leases import Lease
 from connector.scheduler.plans import blocks_of, state_blocks_of
@@ -17,8 +17,6 @@ from kvstore.api import Staged
 from kvstore.errors import InternalError
 from kvstore.model.keys import PrefixHash, RecordKey
 from kvstore.runtime.meters import Meters
-
-_log = logging.getLogger("vllm.kvstore")  # below vLLM's logger, so that its handlers and levels apply
 
 _SEEN_MAX = 1 << 16
 """Boundaries that are remembered as audited. Beyond that the oldest is forgotten and may be audited again."""
@@ -250,7 +248,7 @@ class Audits:
             if self._points_left > 0 and audit.is_whole:
                 self._points_left -= 1
                 if self._points_left == 0:
-                    _log.info("kvstore: %d resume points were computed again and are equal: hits load", TRIAL_POINTS)
+                    LOG.info("kvstore: %d resume points were computed again and are equal: hits load", TRIAL_POINTS)
 
 
 def is_sampled(prefix: PrefixHash, rate: float) -> bool:

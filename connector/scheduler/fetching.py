@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import math
 import threading
 from collections import defaultdict
@@ -14,6 +13,7 @@ from enum import Enum
 from typing import Any
 
 from connector.bridge import Bridge, post, traced
+from connector.logs import LOG
 from connector.scheduler.costs import Costs
 from connector.scheduler.leases import Lease
 from kvstore.api import Deadline, PageStore, PrefixQuery, Staged
@@ -22,8 +22,6 @@ from kvstore.model.coverage import ends_to_resume
 from kvstore.model.keys import Boundary, NamespaceId
 from kvstore.model.layout import Layout
 from kvstore.runtime.instruments import Instruments
-
-_log = logging.getLogger("vllm.kvstore")  # below vLLM's logger, so that its handlers and levels apply
 
 _STEADY_SHARE = 0.9
 """A fetch that used this share of its time and delivered less was slow. One that used less of it stalled."""
@@ -113,7 +111,7 @@ class Fetches:
                 )
             fetch.took_s = self._clock.monotonic_s() - fetch.started_s
             self._meters.observe("connector_stage_seconds", fetch.took_s)
-            _log.debug(
+            LOG.debug(
                 "kvstore: staged %d of %d tokens, %d bytes in %d ms from %s",
                 staged.resume_tokens,
                 fetch.query.cap_tokens,
@@ -124,7 +122,7 @@ class Fetches:
             try:
                 _check_staged(staged, fetch.query, self._layout)
             except InternalError:
-                _log.exception("kvstore: the staged records do not restore the prompt; it is computed instead")
+                LOG.exception("kvstore: the staged records do not restore the prompt; it is computed instead")
                 raise
             return staged
 

@@ -5,7 +5,6 @@ Every poll is answered at once from what is known: a number of tokens, or `None`
 
 from __future__ import annotations
 
-import logging
 import threading
 from dataclasses import replace
 from typing import Any
@@ -13,6 +12,7 @@ from typing import Any
 from connector.bridge import Bridge, failure_of, result_or_none
 from connector.facts import EngineFacts
 from connector.identity import CacheShape
+from connector.logs import LOG
 from connector.scheduler.audits import Audits
 from connector.scheduler.costs import Costs
 from connector.scheduler.decide import HitPolicy
@@ -25,8 +25,6 @@ from connector.weights import Adapters
 from kvstore.api import Lookup, Staged
 from kvstore.model.keys import NamespaceId
 from kvstore.runtime.instruments import Instruments
-
-_log = logging.getLogger("vllm.kvstore")  # below vLLM's logger, so that its handlers and levels apply
 
 _OVERDUE_S = 0.5
 """A fetch that does not end by itself at its ceiling is given up this much later."""
@@ -205,7 +203,7 @@ class Hits:
         """Answer 0 to this and every further poll."""
         self.outcomes.report(state, reported_as or reason, **evidence)
         self._meters.add("connector_misses", reason=reason)
-        _log.debug("kvstore: no hit: %s request=%s", reason, state.request_id)
+        LOG.debug("kvstore: no hit: %s request=%s", reason, state.request_id)
         self.drop_fetch(state, FetchEnd.FAILED)
         state.no_more_hits = True
         return 0

@@ -6,7 +6,6 @@ And how it loses the namespace and gets another one, if its weights change while
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from pathlib import Path
@@ -14,14 +13,13 @@ from pathlib import Path
 from connector.bridge import Bridge
 from connector.facts import EngineFacts
 from connector.identity import CacheShape, describe_namespace
+from connector.logs import LOG
 from connector.settings import ConnectorSettings
 from connector.weights import WeightsIdFile, find_weights_id
 from kvstore.api import Deadline, PageStore
 from kvstore.errors import Closed, InvalidRequest, KVStoreError, Unavailable
 from kvstore.model.keys import NamespaceId
 from kvstore.runtime.clock import Clock
-
-_log = logging.getLogger("vllm.kvstore")  # below vLLM's logger, so that its handlers and levels apply
 
 _OPEN_S, _OPEN_RETRY_S = 10.0, 0.5
 _DIGEST_S = 1.0
@@ -114,12 +112,12 @@ class EngineNamespace:
         try:
             weights_id = self._file.read() if self._file is not None else None
         except (InvalidRequest, OSError) as error:
-            _log.warning("kvstore: detached: the new weights id cannot be read: %s", error)
+            LOG.warning("kvstore: detached: the new weights id cannot be read: %s", error)
             return
         if self._file is None or weights_id is None:
-            _log.info("kvstore: detached: nothing is cached until a new weights id is written and caches are reset")
+            LOG.info("kvstore: detached: nothing is cached until a new weights id is written and caches are reset")
         elif not is_empty:
-            _log.warning(
+            LOG.warning(
                 "kvstore: detached: weights id %s is not used yet, since the engine holds blocks that may be of older"
                 " weights; reset its caches again when no request runs, or with reset_running_requests",
                 weights_id,
@@ -143,7 +141,7 @@ class EngineNamespace:
         """End caching on this engine, and log the first reason."""
         if self.refusal is None:
             self.refusal = reason
-            _log.warning("kvstore: this engine is not cached: %s", reason)
+            LOG.warning("kvstore: this engine is not cached: %s", reason)
 
     async def _open(self, store: PageStore, binding: int, weights_id: str | None) -> None:
         if self.refusal is not None:
@@ -157,7 +155,7 @@ class EngineNamespace:
         except Exception as error:  # noqa: BLE001 - a background task's top: an engine without a cache must say why
             if _INTERPRETER_ENDS in str(error):  # mostly since vLLM failed at its start: that is what should be read
                 return
-            _log.exception("kvstore: the namespace could not be opened")
+            LOG.exception("kvstore: the namespace could not be opened")
             self.refuse(f"{type(error).__name__}: {error}")
         else:
             self._opened = binding, namespace
@@ -186,7 +184,7 @@ class EngineNamespace:
             except InvalidRequest as error:
                 raise InvalidRequest(f"the service refuses the namespace: {error}") from error
         layout = self._shape.layout
-        _log.info(
+        LOG.info(
             "kvstore: caching in namespace %s: %s, pages of %d tokens in %d slices, service %s",
             namespace.hex(),
             ", ".join(group.kind.name for group in layout.groups),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import math
 from bisect import insort
 from collections import OrderedDict
@@ -14,6 +13,7 @@ from typing import Protocol, TypeAlias
 from connector.canonical.attention import may_lose_blocks
 from connector.identity import CacheShape
 from connector.jobs import RankReport, SaveJob
+from connector.logs import LOG
 from connector.losses import LossReason, LossReporter
 from connector.scheduler.cache_events import CacheEvents
 from connector.scheduler.requests import RequestState
@@ -21,8 +21,6 @@ from kvstore.api import Retention
 from kvstore.model.keys import Boundary, NamespaceId, PrefixHash
 from kvstore.runtime.clock import Clock
 from kvstore.runtime.instruments import Instruments
-
-_log = logging.getLogger("vllm.kvstore")  # below vLLM's logger, so that its handlers and levels apply
 
 _WAIT_S = 5.0
 """A save that finds no host memory for this long is given up: the engine needs its blocks."""
@@ -384,7 +382,7 @@ class Watchdog:
             return
         self.has_ended_saves = True
         num_lost = self._jobs.abandon(LossReason.UNANSWERED)
-        _log.error(
+        LOG.error(
             "kvstore: saving has ended on this engine: the ranks did not answer %d saves in %d steps. This vLLM does"
             " not call the connector as expected; please report its version and how the engine is run",
             num_lost,

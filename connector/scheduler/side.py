@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -13,6 +12,7 @@ from connector.canonical.attention import may_lose_blocks
 from connector.facts import EngineFacts
 from connector.identity import CacheShape
 from connector.jobs import LoadJob, RankReport, StepJobs
+from connector.logs import LOG
 from connector.losses import LossReason, LossReporter
 from connector.memory_budget import host_memory_budget, page_bytes
 from connector.prefix_hash import PrefixChain
@@ -35,8 +35,6 @@ from kvstore.model.keys import NamespaceId
 from kvstore.model.prompt_hint import EndedPrompt, ends_of_pages
 from kvstore.runtime.clock import SYSTEM_CLOCK, Clock
 from kvstore.runtime.instruments import Instruments
-
-_log = logging.getLogger("vllm.kvstore")  # below vLLM's logger, so that its handlers and levels apply
 
 _EMPTY_STEP_S = 0.005
 
@@ -104,7 +102,7 @@ class SchedulerSide:
         # vLLM offers a state in the step that writes it, and frees a window's blocks after a few steps
         self._saves_at_once = any(group.is_state or may_lose_blocks(group.facts.kind) for group in shape.groups)
         if settings.saves:
-            _log.info("kvstore: %s", self.budget.text)
+            LOG.info("kvstore: %s", self.budget.text)
         self.namespace = EngineNamespace(
             settings,
             facts,
@@ -261,7 +259,7 @@ class SchedulerSide:
                 staged, self._shape.groups, tables, local_tokens=local_tokens, resume_tokens=resume_tokens
             )
         except InternalError:
-            _log.exception("kvstore: a load could not be planned; the request is computed instead")
+            LOG.exception("kvstore: a load could not be planned; the request is computed instead")
             pieces = None
         assert staged.lease is not None
         for index, group in enumerate(self._shape.groups):

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import logging
-
 from connector.facts import EngineFacts
+from connector.logs import LOG
 from connector.settings import ConnectorSettings
 from connector.vllm.contract import advice_on_releases
 from connector.vllm.model_facts import media_refusal
-
-_log = logging.getLogger("vllm.kvstore")  # below vLLM's logger, so that its handlers and levels apply
 
 UNTRUSTED_MEDIA = (
     "requests with media are not cached: vLLM does not distinguish hashes of media from identifiers that users chose;"
@@ -80,13 +77,13 @@ def _is_recurrent(facts: EngineFacts) -> bool:
 def warn_of_untested_release(version: str, *, allowed: bool) -> None:
     """Log that a vLLM version was not tested, and whether it is used: only if `allow_untested_vllm` is set."""
     if allowed:
-        _log.warning(
+        LOG.warning(
             "kvstore: vLLM %s was not tested with this connector and is used because allow_untested_vllm is set:"
             " nothing is loaded until the first resume points were computed again and equalled the stored pages",
             version,
         )
     else:
-        _log.warning(
+        LOG.warning(
             "kvstore: this engine is not cached: vLLM %s was not tested with this connector: %s; or set"
             " allow_untested_vllm in kv_connector_extra_config to try it",
             version,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import threading
 from collections.abc import Callable, Iterable
 
@@ -15,6 +14,7 @@ from connector.blend.documents import DocumentStore
 from connector.blend.requests import BlendRequests
 from connector.bridge import post
 from connector.facts import EngineFacts
+from connector.logs import LOG
 from connector.settings import ConnectorSettings, cache_folder
 from connector.vllm.blend_layers import VllmLayers
 from connector.vllm.contract import release_of
@@ -23,8 +23,6 @@ from connector.weights import find_weights_id
 from kvstore.api import Outcome, PageStore
 from kvstore.client import BlockingStore
 from kvstore.runtime.meters import Meters
-
-_log = logging.getLogger("vllm.kvstore")  # below vLLM's logger, so that its handlers and levels apply
 
 _RELEASE = (0, 32)
 """The release whose modules were called outside of a forward."""
@@ -99,7 +97,7 @@ def _documents(
             dtype = getattr(torch, facts.compute_dtype)
             opened.append(DocumentStore(store, facts, weights_id, dtype, timeout_s=settings.max_wait_ms / 1000))
         except Exception as error:  # noqa: BLE001 - a thread's top: an engine without documents must say why
-            _log.warning("kvstore: documents are computed and not stored: %s", error)
+            LOG.warning("kvstore: documents are computed and not stored: %s", error)
 
     threading.Thread(target=open_store, name="kvstore-blend-weights", daemon=True).start()
     return lambda: opened[0] if opened else None

@@ -6,7 +6,6 @@ Each hook is guarded: an error of ours is counted and logged, and the engine con
 from __future__ import annotations
 
 import functools
-import logging
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -27,7 +26,7 @@ from vllm.v1.request import RequestStatus
 from connector.facts import EngineFacts
 from connector.identity import read_shape
 from connector.jobs import RankReport, StepJobs
-from connector.logs import join_vllm_logs
+from connector.logs import LOG, join_vllm_logs
 from connector.plugin import register
 from connector.prefix_hash import PromptContent, UncacheableContent
 from connector.request_parameters import RequestFlags, read_flags, read_handoff, wants_receipt, write_receipt
@@ -63,7 +62,6 @@ if TYPE_CHECKING:
     from connector.blend.jobs import BlendJob, BlendReports
     from connector.blend.requests import BlendRequests
 
-_log = logging.getLogger("vllm.kvstore")  # below vLLM's logger, so that its handlers and levels apply
 
 _ENDED_WELL = (
     RequestStatus.FINISHED_STOPPED,
@@ -151,7 +149,7 @@ class KVStoreConnector(ObservabilityHooks, KVConnectorBase_V1, SupportsHMA):
             may_change = self._settings.weights_may_change
             self._facts = read_facts(vllm_config, kv_cache_config, weights_may_change=may_change)
         except (ImportError, AttributeError, TypeError):  # a change of vLLM that the contract's table does not cover
-            _log.exception("kvstore: this engine is not cached: vLLM's configuration has changed")
+            LOG.exception("kvstore: this engine is not cached: vLLM's configuration has changed")
             return
         shape = self._facts.unsupported or read_shape(self._facts)
         if isinstance(shape, str):
@@ -224,7 +222,7 @@ class KVStoreConnector(ObservabilityHooks, KVConnectorBase_V1, SupportsHMA):
             self._is_advised = True  # not at construction: vLLM may change the block size after it
             advice = advise_on_block_size(self._facts, self._vllm_config.cache_config.block_size)
             if advice is not None:
-                _log.warning("kvstore: %s", advice)
+                LOG.warning("kvstore: %s", advice)
         try:
             return self._requests.content(request), None
         except UncacheableContent as reason:
@@ -391,7 +389,7 @@ class KVStoreConnector(ObservabilityHooks, KVConnectorBase_V1, SupportsHMA):
         if not any(rank is not None for rank in ranks):
             return  # the ranks have logged why
         if not proofs:
-            _log.warning(
+            LOG.warning(
                 "kvstore: this engine is not cached: vLLM passed another connector's handshake;"
                 " list KVStoreConnector first in MultiConnector's connectors"
             )
@@ -402,10 +400,10 @@ class KVStoreConnector(ObservabilityHooks, KVConnectorBase_V1, SupportsHMA):
         facts = replace(facts, machine_bytes=min(known, default=0))
         shape = facts.unsupported or read_shape(facts)
         if isinstance(shape, str):
-            _log.warning("kvstore: this engine is not cached: %s", shape)
+            LOG.warning("kvstore: this engine is not cached: %s", shape)
             return
         for advice in advise_at_start(facts, self._settings):
-            _log.warning("kvstore: %s", advice)
+            LOG.warning("kvstore: %s", advice)
         self._facts = facts
         self._requests = RequestReader.of(
             trusts_media=self._settings.trust_mm_uuids,
@@ -418,7 +416,7 @@ class KVStoreConnector(ObservabilityHooks, KVConnectorBase_V1, SupportsHMA):
         if self._vllm_config.lora_config is not None and facts.device == "cpu":
             # a row without adapter has the index -1, which is that of the last adapter (0.32, `lora/ops/torch_ops`)
             self._adapters_spread = True
-            _log.warning("kvstore: %s", ADAPTERS_SPREAD)
+            LOG.warning("kvstore: %s", ADAPTERS_SPREAD)
         instance = read_instance(self._vllm_config, self._settings, shape)
         self._bridge = self._settings.connect(read_name(self._vllm_config), self._token, instance=instance)
         self.scheduler_side = SchedulerSide(
@@ -585,7 +583,7 @@ class KVStoreConnector(ObservabilityHooks, KVConnectorBase_V1, SupportsHMA):
 
 @functools.lru_cache(maxsize=64)
 def _warn_once(text: str) -> None:
-    _log.warning("kvstore: %s", text)
+    LOG.warning("kvstore: %s", text)
 
 
 # MultiConnector finds the class of statistics by name, even if a user configured the connector by module path

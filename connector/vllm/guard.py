@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 from typing import Any
 
 from connector.guard import Hook, never_raises
-
-_log = logging.getLogger("vllm.kvstore")  # below vLLM's logger, so that its handlers and levels apply
+from connector.logs import LOG
 
 _LOGGED_ERRORS = 20
 
@@ -25,4 +23,4 @@ def guarded(fallback: Any = None) -> Callable[[Hook], Hook]:
 def _count(guarded_object: Any, hook: str, error: Exception) -> None:
     guarded_object.guarded_errors += 1
     if guarded_object.guarded_errors <= _LOGGED_ERRORS:
-        _log.error("kvstore: an error in %s was caught; the engine continues", hook, exc_info=error)
+        LOG.error("kvstore: an error in %s was caught; the engine continues", hook, exc_info=error)

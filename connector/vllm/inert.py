@@ -7,12 +7,10 @@ from __future__ import annotations
 
 import functools
 import importlib
-import logging
 from typing import Any
 
+from connector.logs import LOG
 from connector.vllm.contract import BASE, advice_on_releases, missing
-
-_log = logging.getLogger("vllm.kvstore")  # below vLLM's logger, so that its handlers and levels apply
 
 _BASE_CLASS = "KVConnectorBase_V1"
 """vLLM accepts every subclass of it as a connector."""
@@ -34,7 +32,7 @@ def connector_class() -> type:
     try:
         from connector.vllm.connector import KVStoreConnector
     except (ImportError, AttributeError, TypeError) as error:  # vLLM has the names with another meaning
-        _log.debug("kvstore: the connector cannot be imported", exc_info=True)
+        LOG.debug("kvstore: the connector cannot be imported", exc_info=True)
         return _inert_class(
             f"the connector cannot be imported with vLLM {_version()}: {type(error).__name__}: {error};"
             f" {advice_on_releases()}"
@@ -59,7 +57,7 @@ def _inert_class(reason: str) -> type:
         def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any = None) -> None:
             super().__init__(vllm_config, role, kv_cache_config)
             if getattr(role, "name", "") != "WORKER":  # one of an engine's processes
-                _log.warning("kvstore: this engine is not cached: %s", reason)
+                LOG.warning("kvstore: this engine is not cached: %s", reason)
 
         @property
         def requires_kv_delivery(self) -> bool:

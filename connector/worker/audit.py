@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import threading
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterable, Sequence
@@ -18,6 +17,7 @@ from connector.bridge import Bridge
 from connector.device.base import PageGather, Ticket
 from connector.device.host_memory import HostPages
 from connector.jobs import AuditJob, LoadPiece, RankReport
+from connector.logs import LOG
 from connector.worker.differences import bound_for, canonical_bytes, largest_difference, parts_of, some_blocks
 from connector.worker.groups import RankGroup
 from connector.worker.memory import view
@@ -26,8 +26,6 @@ from kvstore.codec import CodecPool, decode_into
 from kvstore.errors import CorruptRecord, KVStoreError
 from kvstore.format.record import verify_payload
 from kvstore.runtime.meters import Meters
-
-_log = logging.getLogger("vllm.kvstore")  # below vLLM's logger, so that its handlers and levels apply
 
 _DEADLINE_S = 30.0
 
@@ -126,7 +124,7 @@ class Auditor:
         if xxhash.xxh3_128_digest(page.tobytes()) == one.digest:
             return True
         self._meters.add("connector_audit_mismatches")
-        _log.error(
+        LOG.error(
             "kvstore: audit: blocks do not hold what was loaded to them: key=%s blocks=%s",
             one.piece.key,
             one.piece.block_ids,
@@ -216,7 +214,7 @@ class Auditor:
             return None
         self._meters.add("connector_audit_mismatches")
         reason = f"it differs from its recomputation: difference={difference:.3g} bound={bound:.3g}"
-        _log.error("kvstore: audit: a stored page is wrong and is discarded: %s key=%s", reason, piece.key)
+        LOG.error("kvstore: audit: a stored page is wrong and is discarded: %s key=%s", reason, piece.key)
         return reason
 
     def _compared(self, job: AuditJob, verdicts: Sequence[bool | None]) -> None:
@@ -270,7 +268,7 @@ class Auditor:
                     verdicts[index] = await self._verdict(check, store, index, copy)
         except Exception as error:  # noqa: BLE001 - a background task's top: no caller awaits its future
             self._skip(str(error))
-            _log.exception("kvstore: audit: pages could not be compared")
+            LOG.exception("kvstore: audit: pages could not be compared")
         finally:
             self._put_back(copies)
             then(verdicts)
@@ -317,7 +315,7 @@ class Auditor:
 
     def _skip(self, why: str) -> None:
         self._meters.add("connector_audit_skipped")
-        _log.debug("kvstore: audit: a page was not compared: %s", why)
+        LOG.debug("kvstore: audit: a page was not compared: %s", why)
 
 
 def _cell_bytes(group: RankGroup, piece: LoadPiece) -> int:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import threading
 import traceback
 from collections import deque
@@ -16,6 +15,7 @@ from typing import NamedTuple, TypeVar
 from connector.bridge import Bridge, post, traced
 from connector.device.base import Fence, PageScatter, SharedRecord, WrongSource
 from connector.jobs import LoadJob, LoadPiece
+from connector.logs import LOG
 from connector.worker.audit import Auditor, Scattered
 from connector.worker.groups import RankGroup
 from connector.worker.memory import RecordMemory, ScratchPages, view
@@ -27,8 +27,6 @@ from kvstore.format.header_v1 import HEADER_BYTES
 from kvstore.format.record import Record, verify_payload
 from kvstore.runtime.clock import SYSTEM_CLOCK
 from kvstore.runtime.meters import Meters
-
-_log = logging.getLogger("vllm.kvstore")  # below vLLM's logger, so that its handlers and levels apply
 
 Result = TypeVar("Result")
 _IN_FLIGHT = 12
@@ -113,7 +111,7 @@ class Loader:
                 self.device.adopt(store.shared_memory())
             except Exception:  # noqa: BLE001 - a task's top: loads work without
                 if not is_told:
-                    _log.exception("kvstore: the GPU cannot read the service's memory")
+                    LOG.exception("kvstore: the GPU cannot read the service's memory")
                 is_told = True
             await asyncio.sleep(_FOLLOW_S)
 
@@ -175,7 +173,7 @@ class Loader:
             self._report(request_id, failed=True)
             if not isinstance(error, KVStoreError):
                 raise
-            _log.exception("kvstore: audit: a load cannot be read back and is recomputed")
+            LOG.exception("kvstore: audit: a load cannot be read back and is recomputed")
 
     async def _run(self, job: LoadJob, after: Fence, store: PageStore) -> None:
         failed = True
@@ -187,7 +185,7 @@ class Loader:
         except* Exception as errors:  # noqa: BLE001 - a task's top: the request must be reported after any error
             self._meters.add("connector_load_errors")
             error = errors.exceptions[0]
-            _log.warning(
+            LOG.warning(
                 "kvstore: a hit could not be loaded and is recomputed: %s request=%s",
                 error,
                 job.request_id,
@@ -202,7 +200,7 @@ class Loader:
                 self._report(job.request_id, failed=failed)
             duration_s = SYSTEM_CLOCK.monotonic_s() - started_s
             self._meters.observe("connector_load_seconds", duration_s)
-            _log.debug("kvstore: load ended in %d ms failed=%s request=%s", duration_s * 1000, failed, job.request_id)
+            LOG.debug("kvstore: load ended in %d ms failed=%s request=%s", duration_s * 1000, failed, job.request_id)
 
     def _report(self, request_id: str, *, failed: bool) -> None:
         with self._lock:
@@ -382,14 +380,14 @@ class Loader:
         with self._lock:
             self._failures_in_place += 1
             is_last = self._failures_in_place == _FAILURES_MAX
-        _log.warning(
+        LOG.warning(
             "kvstore: the GPU %s, the processor verifies and copies these records: %s",
             "found a damaged record" if isinstance(error, WrongSource) else "cannot read records where they are",
             error,
             exc_info=None if isinstance(error, KVStoreError) else error,
         )
         if is_last:
-            _log.warning("kvstore: that has failed %d times in a row: it is not tried again", _FAILURES_MAX)
+            LOG.warning("kvstore: that has failed %d times in a row: it is not tried again", _FAILURES_MAX)
 
     def _source_in_place(self, found: _Found, expected: int) -> SharedRecord | None:
         """A record that the device can read where it is; `None`: it must be decoded first.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import threading
 from collections import Counter, deque
 from collections.abc import Collection, Sequence
@@ -20,6 +19,7 @@ from connector.bridge import Bridge, post, traced
 from connector.device.base import PageGather, Ticket
 from connector.device.host_memory import HostPages
 from connector.jobs import RankReport, SaveJob
+from connector.logs import LOG
 from connector.losses import LossReason, LossReporter
 from connector.weights import adapter_identities
 from connector.worker.groups import RankGroup
@@ -35,8 +35,6 @@ from kvstore.model.keys import Boundary, RecordKey
 from kvstore.model.layout import Span
 from kvstore.runtime.clock import SYSTEM_CLOCK
 from kvstore.runtime.meters import Meters
-
-_log = logging.getLogger("vllm.kvstore")  # below vLLM's logger, so that its handlers and levels apply
 
 _SAVE_DEADLINE_S = 10.0
 SHARED_WAIT_S = 1.0
@@ -196,9 +194,9 @@ class Saver:
         try:
             outcome = await self._encode_and_save(store, gathered)
         except KVStoreError as error:
-            _log.debug("kvstore: a page was not saved: %s", error)
+            LOG.debug("kvstore: a page was not saved: %s", error)
         except Exception:  # noqa: BLE001 - a background task's top: no caller awaits its future
-            _log.exception("kvstore: a page was not saved")
+            LOG.exception("kvstore: a page was not saved")
         finally:
             self._done(job_id, outcome)
 
@@ -338,7 +336,7 @@ class Saver:
         self._losses.close()
         if lost:
             requests = {open_job.job.request_id for open_job in lost}
-            _log.warning(
+            LOG.warning(
                 "kvstore: the engine stopped before %d pages of %d requests were saved: %s",
                 len(lost),
                 len(requests),
@@ -392,7 +390,7 @@ def _changed(adapters: Collection[_AdapterFiles]) -> set[_AdapterFiles]:
 
 @lru_cache(maxsize=64)
 def _warn_of_adapter(path: str) -> None:
-    _log.warning(
+    LOG.warning(
         "kvstore: the files of the adapter in %s changed while the engine runs: what it computes with them is not"
         " saved; load a new version from a new folder",
         path,

@@ -77,7 +77,7 @@ PRIVATE_ACCESSES = {
     "tests/unit/connector/test_connector_fetching.py": 2,
     "tests/unit/connector/test_connector_group_saves.py": 1,
     "tests/unit/connector/test_connector_lookups.py": 1,
-    "tests/unit/connector/test_connector_losses.py": 3,
+    "tests/unit/connector/test_connector_losses.py": 2,
     "tests/unit/connector/test_connector_low_priority.py": 6,
     "tests/unit/connector/test_connector_rank_loads.py": 2,
     "tests/unit/connector/test_connector_saves.py": 1,

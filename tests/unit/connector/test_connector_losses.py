@@ -9,6 +9,7 @@ from dataclasses import replace
 import pytest
 
 import connector.losses
+from connector.logs import LOG
 from connector.losses import LossReason, LossReporter
 from kvstore.api import Outcome
 from kvstore.model.keys import Boundary, PrefixHash
@@ -113,7 +114,7 @@ def test_what_never_fits_is_repeated_and_logged_once(
     that would do.
     """
     monkeypatch.setattr(connector.losses, "_REPEAT_S", 0.01)
-    monkeypatch.setattr(connector.losses._log, "propagate", True)
+    monkeypatch.setattr(LOG, "propagate", True)
     losses = LossReporter(bridge, Meters())
     sizes = {"pinned_bytes": 128 << 20, "needs_bytes": (308 << 20) + 1}
     losses.report_too_large(namespace=PROMPT.namespace, group=1, **sizes)
