@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
-from typing import TypeVar
+from inspect import isawaitable
+from typing import Any, TypeVar
 
 from kvstore.runtime.deadline import Deadline
 
@@ -50,12 +51,33 @@ def eventually(
         pause_s = min(0.05, 1.2 * pause_s)
 
 
-async def until(condition: Callable[[], object], seconds: float = _PATIENCE_S) -> None:
-    """Wait for a condition to become true, on the event loop.
+async def until(
+    condition: Callable[[], Any],
+    seconds: float = _PATIENCE_S,
+    *,
+    holds: Callable[[Any], object] = bool,
+    despite: type[Exception] | tuple[type[Exception], ...] = (),
+) -> Any:
+    """Wait for a condition to become true, on the event loop, and return its value.
+
+    Args:
+        condition: May also return an awaitable of its value.
+        holds: Whether that value is the one that is waited for.
+        despite: Errors of the condition that mean: not yet.
 
     Raises:
         TimeoutError: It has not in time.
     """
     async with asyncio.timeout(seconds):
-        while not condition():
-            await asyncio.sleep(0.002)
+        while True:
+            pause_s = 0.002
+            try:
+                value = condition()
+                if isawaitable(value):
+                    pause_s = 0.02  # it makes calls
+                    value = await value
+                if holds(value):
+                    return value
+            except despite:
+                pass
+            await asyncio.sleep(pause_s)

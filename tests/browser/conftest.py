@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import re
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
@@ -13,6 +12,7 @@ import pytest_asyncio
 from playwright.async_api import Browser, Page, async_playwright
 
 from kvstore.testing.servers.install import chromium_program
+from kvstore.testing.waiting import until
 from tests.architecture.sources import ROOT
 
 SCREENSHOTS = ROOT / ".work" / "screenshots"
@@ -56,10 +56,8 @@ class Visit:
     async def charts(self, count: int) -> None:
         """Wait until this number of charts is drawn."""
         drawn = "[...document.querySelectorAll('canvas')].filter((c) => globalThis.Chart?.getChart(c)?.width).length"
-        async with asyncio.timeout(PATIENCE_MS / 1000):
-            # Playwright's own waiting is what the page's policy forbids
-            while await self.page.evaluate(drawn) != count:
-                await asyncio.sleep(0.02)
+        # Playwright's own waiting is what the page's policy forbids
+        await until(lambda: self.page.evaluate(drawn), PATIENCE_MS / 1000, holds=lambda num: num == count)
 
     async def shoot(self, name: str) -> None:
         """Save a picture of the page, or of the window with a dialog in it; neither may be wider than the window."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -12,6 +11,7 @@ from playwright.async_api import Locator
 
 from kvstore.format.names import format_name
 from kvstore.testing.prompts import ATTENTION, HYBRID, Prompt
+from kvstore.testing.waiting import until
 from tests.browser.conftest import Visit, Visiting
 from tests.unit.admin.service_harness import ServiceHarness, open_service, prompt_of
 
@@ -78,9 +78,7 @@ async def moved(place: Locator) -> None:
     """Wait until a bar moves."""
     bar = place.get_by_role("progressbar")
     before = await bar.evaluate("(one) => one.value")
-    async with asyncio.timeout(60):
-        while await bar.evaluate("(one) => one.value") == before:
-            await asyncio.sleep(0.02)
+    await until(lambda: bar.evaluate("(one) => one.value"), holds=lambda now: now != before)
 
 
 async def test_garbage_is_collected_after_a_dry_run(made: ServiceHarness, visiting: Visiting) -> None:

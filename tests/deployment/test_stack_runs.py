@@ -24,7 +24,7 @@ from kvstore.client import RemoteStore, connect
 from kvstore.testing.prompts import ATTENTION, Prompt
 from kvstore.testing.servers import CephRgw, RedisServer, valkey_server
 from kvstore.testing.servers.ports import free_ports
-from kvstore.testing.waiting import soon
+from kvstore.testing.waiting import soon, until
 from tests.deployment.containers import Container
 from tests.deployment.files import (
     DEPLOY,
@@ -176,9 +176,10 @@ async def save_everywhere(client: RemoteStore) -> None:
     """Save the prompt, and wait until S3 and Redis have it."""
     saves = (client.save(record, ack=Ack.COLD, deadline=soon()) for record in PROMPT.records())
     assert set(await asyncio.gather(*saves)) == {SaveOutcome.STORED}
-    async with asyncio.timeout(60.0):
-        while any(queue["records"] for queue in (await status_of(client, "write_back")).values()):
-            await asyncio.sleep(0.01)
+    await until(
+        lambda: status_of(client, "write_back"),
+        holds=lambda queues: not any(queue["records"] for queue in queues.values()),
+    )
 
 
 async def tiers_of_hit(client: RemoteStore) -> dict[str, int]:

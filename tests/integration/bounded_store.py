@@ -13,7 +13,7 @@ from kvstore.model.keys import NamespaceId, PrefixHash
 from kvstore.settings import Settings, load_settings
 from kvstore.store.tiered import TieredStore
 from kvstore.testing.prompts import Prompt
-from kvstore.testing.waiting import soon
+from kvstore.testing.waiting import soon, until
 from kvstore.tiers.base import Tier
 
 __all__ = ["check_whole", "directory_settings", "entries_of", "settled", "write"]
@@ -50,9 +50,9 @@ async def entries_of(catalog: Catalog, prompt: Prompt) -> dict[PrefixHash, Bound
 
 async def settled(catalog: Catalog, prompt: Prompt) -> None:
     """Return when nothing is on its way out: what a store that ends leaves half done, its next start finishes."""
-    async with asyncio.timeout(60):
-        while any(entry.leaving for entry in (await entries_of(catalog, prompt)).values()):
-            await asyncio.sleep(0.05)
+    await until(
+        lambda: entries_of(catalog, prompt), holds=lambda entries: not any(one.leaving for one in entries.values())
+    )
 
 
 async def check_whole(tier: Tier, catalog: Catalog, prompts: Sequence[Prompt]) -> int:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from pathlib import Path
 
 import pytest
@@ -12,7 +11,7 @@ from kvstore.api import Ack
 from kvstore.catalog.entry import Level
 from kvstore.testing.prompts import ATTENTION, Prompt
 from kvstore.testing.servers import RedisServer
-from kvstore.testing.waiting import soon
+from kvstore.testing.waiting import soon, until
 from tests.unit.admin.service_harness import ServiceHarness, open_service
 
 
@@ -28,7 +27,7 @@ async def test_what_one_service_was_told_another_one_does(tmp_path: Path, shared
         folder.mkdir()
     async with Redis(host=shared_redis.host, port=shared_redis.port) as client:
         await client.flushdb()
-        async with asyncio.timeout(300), open_service(folders[1], hot=hot) as b:
+        async with open_service(folders[1], hot=hot) as b:
             async with open_service(folders[0], hot=hot) as a:
                 old = await a.save(Prompt(ATTENTION, "a", 256, tenant="red", weights_id="old"))
                 await b.store.open_namespace(old.description, deadline=soon())
@@ -37,27 +36,22 @@ async def test_what_one_service_was_told_another_one_does(tmp_path: Path, shared
                 async with a.client("operator") as operator:
                     assert (await operator.post("/v1/weights/retired", params=query)).is_success
                     assert await hit(a, old) == 0
-                    while await hit(b, old):
-                        await asyncio.sleep(0.05)
+                    await until(lambda: hit(b, old), holds=lambda tokens: tokens == 0)
                     assert (await b.store.stage(old.query(), deadline=soon())).cut == "weights_retired"
                     await client.delete("c1/orders")
-                    while not await client.exists("c1/orders"):
-                        await asyncio.sleep(0.05)
+                    await until(lambda: client.exists("c1/orders"))
                     assert (await operator.delete("/v1/weights/retired", params=query)).is_success
-                    while await hit(b, old) != 256:
-                        await asyncio.sleep(0.05)
+                    await until(lambda: hit(b, old), holds=lambda tokens: tokens == 256)
                     quota = {"maximum_bytes": 12_000}
                     assert (await operator.put("/v1/quotas/red", json=quota)).json()["is_ordered"]
             async with b.client("red") as red:
-                while not (await red.get("/v1/quotas")).json()["quotas"]:
-                    await asyncio.sleep(0.05)
+                await until(lambda: red.get("/v1/quotas"), holds=lambda answer: answer.json()["quotas"])
             prompt = Prompt(ATTENTION, "b", 64 * 20, tenant="red", weights_id="new")
             await b.store.open_namespace(prompt.description, deadline=soon())
             await b.store.lookup(prompt.query(), deadline=soon())
             for record in prompt.records():
                 await b.store.save(record, ack=Ack.COLD, deadline=soon())
-            while await cold_bytes(b) > 12_000:
-                await asyncio.sleep(0.1)
+            await until(lambda: cold_bytes(b), holds=lambda num_bytes: num_bytes <= 12_000)
             assert await cold_bytes(b) > 6_000
 
 

@@ -26,7 +26,7 @@ from kvstore.store.tiered import TieredStore
 from kvstore.testing.prompts import ATTENTION, HYBRID, Prompt
 from kvstore.testing.servers import RedisServer
 from kvstore.testing.tokens import credentials_of
-from kvstore.testing.waiting import eventually, soon
+from kvstore.testing.waiting import eventually, soon, until
 from kvstore.tiers.memory import MemoryTier
 from kvstore.wire.address import parse_address
 from tests.integration.explained_engine import TOKENS, directory, engine, on_redis
@@ -333,10 +333,7 @@ async def test_more_misses_than_are_looked_into(num_explained: int, tmp_path: Pa
             status: Any = await store.status(deadline=soon())
             return dict(status["recent"]["reasons"])
 
-        async with asyncio.timeout(60):
-            while (await reasons()).get("never_stored", 0) < num_explained:
-                await asyncio.sleep(0.05)
-        found = await reasons()
+        found = await until(reasons, holds=lambda found: found.get("never_stored", 0) >= num_explained)
         assert set(found) == {"never_stored", "not_looked_into"}
         assert 1000 - 256 + num_explained <= sum(found.values()) <= 1000
         told: Any = await store.explain("r999", deadline=soon())

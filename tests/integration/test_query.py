@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections import Counter
 from collections.abc import Callable
 from contextlib import AsyncExitStack
@@ -14,7 +13,7 @@ from kvstore.client import ClientOptions, connect
 from kvstore.model.instance import EngineInstance
 from kvstore.testing.prompts import ATTENTION, HYBRID, WINDOWED, Prompt
 from kvstore.testing.servers import CephRgw, RedisServer
-from kvstore.testing.waiting import soon
+from kvstore.testing.waiting import soon, until
 from tests.integration.publishing import named
 from tests.unit.admin.service_harness import open_service
 from tests.unit.admin.stored_prompts import ask_as_engine, stored_prompts
@@ -103,9 +102,7 @@ async def test_a_router_asks_by_the_hashes_of_events(tmp_path: Path, shared_redi
             await engine.save(record, deadline=soon())
         for end in (64, 128, 192):
             engine.name_blocks(named(prompt, prompt.boundary(end)))
-        async with asyncio.timeout(60):
-            while await tokens(0) != (192, 192):
-                await asyncio.sleep(0.05)
+        await until(lambda: tokens(0), holds=lambda found: found == (192, 192))
         await made.settle()
         for key in prompt.record_keys():
             made.store.memory.remove(key)  # type: ignore[union-attr]

@@ -240,9 +240,8 @@ async def test_a_redis_that_was_flushed_under_a_service(
     settings = settings_for(shared_redis, tmp_path, 0.05)
     async with open_store(settings) as store, open_catalog(settings) as catalog:
         await save(store, [before])
-        async with asyncio.timeout(WITHIN_S):
-            while not store.meters.get("catalog_complete"):  # what it has not seen it does not miss
-                await asyncio.sleep(0.02)
+        # what it has not seen it does not miss
+        await until(lambda: store.meters.get("catalog_complete"), WITHIN_S)
         await client.flushall()
         await save(store, [after])
         await until(lambda: "the catalog is complete again" in caplog.text, WITHIN_S)

@@ -20,6 +20,7 @@ from kvstore.testing.prompts import ATTENTION, Prompt
 from kvstore.testing.records import make_key, make_record
 from kvstore.testing.servers import RedisServer, TlsRedis, redis_server, valkey_server
 from kvstore.testing.servers.redis_tls import TLS_PASSWORD
+from kvstore.testing.waiting import until
 from kvstore.tiers.base import PutOutcome, Severity
 from kvstore.tiers.guarded import GuardedTier
 from kvstore.tiers.locations import parse_redis
@@ -166,9 +167,9 @@ async def test_a_store_over_it(tls: TlsRedis, tmp_path: Path) -> None:
         assert await store.drain(Deadline.after(10)) == 0
         totals = (await catalog.totals(deadline=Deadline.after(10)))[prompt.namespace]
         assert [level.num_records for level in totals.levels] == [4, 4]
-        async with asyncio.timeout(60):
-            while await catalog.read_counters(deadline=Deadline.after(10)) is None:
-                await asyncio.sleep(0.02)
+        await until(
+            lambda: catalog.read_counters(deadline=Deadline.after(10)), holds=lambda counters: counters is not None
+        )
     failures = {name: value for name, value in meters.snapshot().items() if "failures" in name and value}
     assert failures == {}
 

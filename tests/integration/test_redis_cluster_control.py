@@ -28,7 +28,7 @@ from kvstore.testing.records import make_key, make_record
 from kvstore.testing.servers import RedisCluster, RedisServer
 from kvstore.testing.servers.ports import free_ports
 from kvstore.testing.servers.redis import redis_process
-from kvstore.testing.waiting import soon, until
+from kvstore.testing.waiting import eventually, soon, until
 from kvstore.tiers.guarded import GuardedTier
 from kvstore.tiers.locations import parse_redis
 from kvstore.tiers.redis import RedisTier, open_control
@@ -80,14 +80,8 @@ def empty_node(group: RedisCluster, folder: Path) -> Iterator[RedisServer]:
         known_bus = own_line.split()[1].decode().partition("@")[2].partition(",")[0]
         server.ask("CLUSTER", "MEET", known.host, known.port, known_bus)
         own_id = server.ask("CLUSTER", "MYID")
-        give_up = Deadline.after(30)
-        for one in group.servers:
-            while own_id not in one.ask("CLUSTER", "NODES"):
-                assert not give_up.expired
-                time.sleep(0.05)
-        while b"cluster_state:ok" not in server.ask("CLUSTER", "INFO"):
-            assert not give_up.expired
-            time.sleep(0.05)
+        eventually(lambda: all(own_id in one.ask("CLUSTER", "NODES") for one in group.servers))
+        eventually(lambda: b"cluster_state:ok" in server.ask("CLUSTER", "INFO"))
         yield server
     finally:
         server.process.stop()

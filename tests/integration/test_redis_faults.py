@@ -21,6 +21,7 @@ from kvstore.runtime.meters import Meters
 from kvstore.testing.records import make_key, make_record
 from kvstore.testing.servers import RedisServer, redis_server
 from kvstore.testing.servers.ports import free_ports
+from kvstore.testing.waiting import until
 from kvstore.tiers.base import PutOutcome, Tier
 from kvstore.tiers.breaker import Breaker
 from kvstore.tiers.guarded import GuardedTier
@@ -153,10 +154,7 @@ async def test_breaker_opens_and_closes_by_itself(server: RedisServer, caplog: p
     await asyncio.sleep(0.5)
     assert tier.is_open
     server.thaw()
-    give_up = Deadline.after(6)
-    while tier.is_open:
-        assert not give_up.expired
-        await asyncio.sleep(0.01)
+    await until(lambda: not tier.is_open, 6)
     stored = await tier.get(record.key, deadline=Deadline.after(5))
     assert stored is not None and stored.data == record.data
     assert meters.get("tier_refused", tier="redis") == 100
@@ -184,10 +182,11 @@ async def test_at_its_memory_limit() -> None:
             assert stored is None or stored.data == record.data
         for record in records[:8]:
             await tier.delete(record.key, deadline=Deadline.after(5))
-        give_up = Deadline.after(5)  # memory is given back in the background
-        while await tier.put(records[0], deadline=Deadline.after(5)) is PutOutcome.FULL:
-            assert not give_up.expired
-            await asyncio.sleep(0.01)
+        await until(  # memory is given back in the background
+            lambda: tier.put(records[0], deadline=Deadline.after(5)),
+            5,
+            holds=lambda outcome: outcome is not PutOutcome.FULL,
+        )
         usage = await tier.usage(deadline=Deadline.after(5))
         assert usage.limit_bytes == 24 << 20
         await tier.aclose()

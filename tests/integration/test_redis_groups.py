@@ -23,6 +23,7 @@ from kvstore.testing.prompts import ATTENTION, Prompt
 from kvstore.testing.records import make_key, make_record
 from kvstore.testing.servers import RedisCluster, RedisSentinel, RedisServer, redis_sentinel
 from kvstore.testing.servers.redis_group import RedisGroup
+from kvstore.testing.waiting import until
 from kvstore.tiers.base import PutOutcome
 from kvstore.tiers.locations import parse_redis
 from kvstore.tiers.redis import RedisTier, open_control
@@ -71,10 +72,7 @@ async def kill_under_traffic(tier: RedisTier, group: RedisGroup, victim: RedisSe
         server.ask("WAIT", 1, 2000)  # they are on a replica too
     traffic = Traffic(tier)
     loops = [asyncio.ensure_future(traffic.run(first)) for first in range(3_000_000, 7_000_000, 1_000_000)]
-    give_up = Deadline.after(20)
-    while len(traffic.stored) < 20:
-        assert not give_up.expired
-        await asyncio.sleep(0.02)
+    await until(lambda: len(traffic.stored) >= 20, 20)
     await asyncio.to_thread(victim.kill9)
     killed_s = time.monotonic()
     await asyncio.sleep(0.2)
@@ -133,10 +131,7 @@ async def test_sentinels_primary_is_changed_by_hand(tier: RedisTier, sentinel: R
 
 async def change_primary(tier: RedisTier, sentinel: RedisSentinel, old: RedisServer) -> None:
     sentinel.sentinels[0].ask("SENTINEL", "FAILOVER", "main")
-    give_up = Deadline.after(20)
-    while sentinel.primary() is old:
-        assert not give_up.expired
-        await asyncio.sleep(0.05)
+    await until(lambda: sentinel.primary() is not old, 20)
     assert old.ask("ROLE")[0] == b"master"  # it does not know yet, and takes writes that it will throw away
     await asyncio.sleep(2)
     new = sentinel.primary()
@@ -295,9 +290,8 @@ async def test_a_store_over_it(form: str, request: pytest.FixtureRequest) -> Non
         assert totals.levels[Level.HOT].num_records == len(prompt.records())
         assert isinstance(catalog, RedisCatalog)
         assert await catalog.are_stored([prompt.key(64), prompt.key(16)], deadline=soon) == [True, False]
-        async with asyncio.timeout(60):
-            while not meters.get("catalog_complete") or await catalog.read_counters(deadline=soon) is None:
-                await asyncio.sleep(0.02)
+        await until(lambda: meters.get("catalog_complete"))
+        await until(lambda: catalog.read_counters(deadline=soon), holds=lambda counters: counters is not None)
     assert meters.get("catalog_failures", call="reconcile") == 0
     async with open_store(settings) as store:
         await store.open_namespace(prompt.description, deadline=soon)

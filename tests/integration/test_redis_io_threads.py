@@ -19,7 +19,7 @@ from kvstore.settings import load_settings
 from kvstore.testing.prompts import ATTENTION, Prompt
 from kvstore.testing.records import make_record
 from kvstore.testing.servers import RedisServer, redis_server
-from kvstore.testing.waiting import soon
+from kvstore.testing.waiting import soon, until
 from kvstore.tiers.base import PutOutcome
 from kvstore.tiers.redis import RedisTier
 
@@ -48,9 +48,11 @@ async def test_the_loss_of_one_connection_fails_what_was_on_it(server: RedisServ
     async with redis.asyncio.Redis.from_url(server.url) as operator:
         await operator.execute_command("CLIENT", "PAUSE", 60_000, "WRITE")
         puts = [asyncio.ensure_future(tier.put(record, deadline=soon())) for record in records[:2]]
-        async with asyncio.timeout(60):
-            while len(waiting := [one for one in await operator.client_list() if one["cmd"] == "set"]) < 2:
-                await asyncio.sleep(0.01)
+
+        async def setting() -> list[dict[str, str]]:
+            return [one for one in await operator.client_list() if one["cmd"] == "set"]
+
+        waiting = await until(setting, holds=lambda clients: len(clients) >= 2)
         await operator.client_kill_filter(_id=waiting[0]["id"])
         ended, _ = await asyncio.wait(puts, return_when=asyncio.FIRST_COMPLETED, timeout=10)
         (failed,) = ended

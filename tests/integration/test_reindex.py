@@ -31,7 +31,7 @@ from kvstore.runtime.meters import Meters
 from kvstore.settings import Settings, load_settings
 from kvstore.testing.prompts import HYBRID, Prompt
 from kvstore.testing.servers import CephRgw, RedisServer, redis_server
-from kvstore.testing.waiting import soon
+from kvstore.testing.waiting import soon, until
 
 pytestmark = pytest.mark.servers
 
@@ -178,11 +178,10 @@ async def test_services_rebuild_it_by_themselves(
         if cold.startswith("s3"):  # a directory belongs to one service
             await stack.enter_async_context(open_store(settings))
         await store.open_namespace(prompts[0].description, deadline=soon())
-        async with open_catalog(settings) as catalog, asyncio.timeout(60):
+        async with open_catalog(settings) as catalog:
             shared_redis.flush()
             assert not await catalog.is_complete(deadline=soon())
-            while not await catalog.is_complete(deadline=soon()):
-                await asyncio.sleep(0.05)
+            await until(lambda: catalog.is_complete(deadline=soon()))
         again = await _totals(settings, prompts[0].namespace)
         assert again.levels[Level.COLD] == before.levels[Level.COLD]
         assert sum("is complete again" in text for text in caplog.messages) == 1

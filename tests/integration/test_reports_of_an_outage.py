@@ -26,7 +26,7 @@ from kvstore.client.remote import RemoteStore
 from kvstore.client.reports import KEPT, KEPT_S, Reports
 from kvstore.errors import Unavailable
 from kvstore.testing.prompts import ATTENTION, Prompt
-from kvstore.testing.waiting import soon
+from kvstore.testing.waiting import soon, until
 from tests.virtual_time import ManualClock
 
 PROMPT = Prompt(ATTENTION, "outage", 256)
@@ -59,14 +59,8 @@ class Engine:
 
     async def status(self) -> Mapping[str, Any]:
         """The service's status once it answers; `rank` is done telling then."""
-        ends_s = time.monotonic() + HEALS_S
-        while True:
-            try:
-                await self.rank.status(deadline=Deadline.after(1.0))
-                return await self.scheduler.status(deadline=Deadline.after(1.0))
-            except Unavailable:
-                assert time.monotonic() < ends_s
-                await asyncio.sleep(0.02)
+        await until(lambda: self.rank.status(deadline=Deadline.after(1.0)), HEALS_S, despite=Unavailable)
+        return await until(lambda: self.scheduler.status(deadline=Deadline.after(1.0)), HEALS_S, despite=Unavailable)
 
     async def explain(self, request: str) -> Mapping[str, Any]:
         return await self.scheduler.explain(request, deadline=soon())
@@ -167,10 +161,10 @@ async def test_the_last_words_of_an_engine(engine: Engine) -> None:
     """What is told right before a client is closed arrives."""
     engine.rank.report(loss("last"))
     await engine.rank.aclose()
-    async with asyncio.timeout(20):
-        while not (told := await engine.scheduler.status(deadline=soon()))["recent"]["losses"]:  # type: ignore[index]
-            await asyncio.sleep(0.02)
-    assert told["recent"]["losses"] == {"save_failed": 4}  # type: ignore[index]
+    told = await until(
+        lambda: engine.scheduler.status(deadline=soon()), 20, holds=lambda status: status["recent"]["losses"]
+    )
+    assert told["recent"]["losses"] == {"save_failed": 4}
 
 
 async def test_a_bounded_number_is_kept_for_a_bounded_time() -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import gc
 import warnings
-from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -24,7 +23,7 @@ from kvstore.settings import load_settings
 from kvstore.store.tiered import TieredStore
 from kvstore.testing.prompts import HYBRID, Prompt
 from kvstore.testing.servers import RedisServer
-from kvstore.testing.waiting import soon
+from kvstore.testing.waiting import soon, until
 
 pytestmark = pytest.mark.servers
 
@@ -100,12 +99,7 @@ def test_no_command_is_made_that_is_not_sent() -> None:
 
 async def save(store: TieredStore, record: Record) -> None:
     """Save it to the cold tier; again where its boundary is just being deleted, as the store asks for."""
-    async with asyncio.timeout(20):
-        while True:
-            with suppress(Unavailable):
-                await store.save(record, ack=Ack.COLD, deadline=soon())
-                return
-            await asyncio.sleep(0.05)
+    await until(lambda: store.save(record, ack=Ack.COLD, deadline=soon()), 20, despite=Unavailable)
 
 
 async def test_ten_times_the_budget_is_written_and_the_budget_holds(

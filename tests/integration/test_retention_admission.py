@@ -24,7 +24,7 @@ from kvstore.settings import Settings, load_settings
 from kvstore.store.tiered import TieredStore
 from kvstore.testing.prompts import HYBRID, Prompt
 from kvstore.testing.servers import CephRgw, RedisServer
-from kvstore.testing.waiting import soon
+from kvstore.testing.waiting import soon, until
 from tests.integration.bounded_store import directory_settings
 
 TRACE = Path(__file__).parents[1] / "traces" / "conversation-cut.jsonl.gz"
@@ -239,15 +239,16 @@ class TestTwoServices:
 
 async def _save_cold(store: TieredStore, record: Record) -> None:
     """What was stored last may have to leave first."""
-    async with asyncio.timeout(60):
-        while await store.save(record, ack=Ack.COLD, deadline=soon()) is SaveOutcome.FULL:
-            await asyncio.sleep(0.05)
+    await until(
+        lambda: store.save(record, ack=Ack.COLD, deadline=soon()),
+        holds=lambda outcome: outcome is not SaveOutcome.FULL,
+    )
 
 
 async def _until_followed(store: TieredStore) -> None:
-    async with asyncio.timeout(60):
-        while "second_sight" not in (await store.status(deadline=soon()))["admission"].values():  # type: ignore[attr-defined]
-            await asyncio.sleep(0.05)
+    await until(
+        lambda: store.status(deadline=soon()), holds=lambda status: "second_sight" in status["admission"].values()
+    )
 
 
 async def _until_stored(settings: Settings, expected: set[object]) -> None:

@@ -14,7 +14,7 @@ from kvstore.model.keys import PrefixHash
 from kvstore.settings import Settings
 from kvstore.store.tiered import TieredStore
 from kvstore.testing.prompts import HYBRID, Prompt
-from kvstore.testing.waiting import soon
+from kvstore.testing.waiting import soon, until
 from tests.integration.bounded_store import check_whole, directory_settings, entries_of, settled, write
 
 PAYLOAD_BYTES = 20_000
@@ -33,9 +33,8 @@ async def used_bytes(store: TieredStore) -> int:
 
 async def until_complete(settings: Settings) -> None:
     """The store makes its catalog anew in the background."""
-    async with open_catalog(settings) as catalog, asyncio.timeout(30):
-        while not await catalog.is_complete(deadline=soon()):
-            await asyncio.sleep(0.02)
+    async with open_catalog(settings) as catalog:
+        await until(lambda: catalog.is_complete(deadline=soon()), 30)
 
 
 @pytest.mark.parametrize("times", [10, pytest.param(100, marks=pytest.mark.full)])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,13 +16,14 @@ from kvstore.runtime.meters import Meters
 from kvstore.testing.records import make_key, make_record
 from kvstore.testing.servers import CephRgw, ceph_rgw, redis_server
 from kvstore.testing.servers.ports import free_ports
+from kvstore.testing.waiting import until
 from kvstore.tiers.base import PutOutcome, Tier
 from kvstore.tiers.breaker import Breaker
 from kvstore.tiers.guarded import GuardedTier
 from kvstore.tiers.locations import S3Location
 from kvstore.tiers.s3 import S3Tier
 from kvstore.tiers.s3.client import Credentials
-from tests.unit.admin.service_harness import open_service, prompt_of
+from tests.unit.admin.service_harness import ended, open_service, prompt_of
 
 pytestmark = pytest.mark.servers
 
@@ -114,10 +114,7 @@ async def test_frozen(server: CephRgw) -> None:
         assert time.monotonic() - started_s < 5.0
     finally:
         server.thaw()
-    give_up = Deadline.after(60)
-    while tier.is_open:
-        assert not give_up.expired
-        await asyncio.sleep(0.02)
+    await until(lambda: not tier.is_open)
     stored = await tier.get(record.key, deadline=Deadline.after(8))
     assert stored is not None and stored.data == record.data
     await tier.aclose()
@@ -139,23 +136,16 @@ async def test_a_service_sees_that_its_idle_gateway_is_frozen(
                 return dict(tier)
 
             await made.save(prompt_of("a"))
-            async with asyncio.timeout(30):
-                while not (before := await seen())["usage"]["used_bytes"]:
-                    await asyncio.sleep(0.05)
+            before = await until(seen, 30, holds=lambda s3: s3["usage"]["used_bytes"])
             server.freeze()
             try:
-                async with asyncio.timeout(20):
-                    while (ready := await client.get("/readyz")).status_code == 200:
-                        await asyncio.sleep(0.05)
+                ready = await until(lambda: client.get("/readyz"), 20, holds=lambda answer: answer.status_code != 200)
                 assert ready.json()["reason"].startswith("s3: it ")
                 after = await seen()
                 assert after["problem"] and after["last_known"]["used_bytes"] == before["usage"]["used_bytes"]
                 used = f'kvstore_tier_used_bytes{{tier="s3"}} {before["usage"]["used_bytes"]}'
                 assert used in (await client.get("/metrics")).text
-                job = (await client.post("/v1/tiers/cold/verify")).json()
-                async with asyncio.timeout(20):
-                    while (job := (await client.get(f"/v1/jobs/{job['job']}")).json())["state"] == "running":
-                        await asyncio.sleep(0.05)
+                job = await ended(client, await client.post("/v1/tiers/cold/verify"))
                 assert job["state"] == "failed" and job["error"].startswith("s3 does not answer: "), job
             finally:
                 server.thaw()

@@ -208,9 +208,7 @@ async def test_services_that_are_killed_while_one_saves(tmp_path: Path) -> None:
         try:
             await client.wait_ready(deadline=Deadline.after(60))
             await client.open_namespace(MANY.description, deadline=soon())
-            async with asyncio.timeout(60):
-                while not (all_free := num_free(client)):
-                    await asyncio.sleep(0.001)
+            all_free = await until(lambda: num_free(client))
             mapped = num_mapped()
             for kill in range(KILLS):
                 ended = asyncio.Event()

@@ -22,7 +22,7 @@ from kvstore.settings import Settings, load_settings
 from kvstore.store.tiered import TieredStore
 from kvstore.testing.prompts import ATTENTION, Prompt
 from kvstore.testing.servers import RedisServer, redis_server
-from kvstore.testing.waiting import soon
+from kvstore.testing.waiting import soon, until
 from kvstore.tiers import guarded
 
 pytestmark = pytest.mark.servers
@@ -91,9 +91,7 @@ async def is_used(store: TieredStore) -> bool:
 
 
 async def until_used(store: TieredStore) -> None:
-    async with asyncio.timeout(20):
-        while not await is_used(store):
-            await asyncio.sleep(0.05)
+    await until(lambda: is_used(store), 20)
 
 
 async def test_it_was_taken_over_during_an_outage(tmp_path: Path) -> None:
@@ -110,9 +108,7 @@ async def test_it_was_taken_over_during_an_outage(tmp_path: Path) -> None:
             assert not await is_used(store)
             await start_taken_over(server, folder)
             await use(store, "after", 3.0)
-            async with asyncio.timeout(20):
-                while await is_used(store):
-                    await asyncio.sleep(0.05)
+            await until(lambda: is_used(store), 20, holds=lambda used: not used)
             assert await all_keys(server) == {NOTE.encode()}
             async with client_of(server) as client:
                 await client.delete(NOTE)

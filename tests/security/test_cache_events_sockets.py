@@ -13,6 +13,7 @@ import pytest
 import zmq
 
 from kvstore.store.cache_events.publisher import EventPublisher
+from kvstore.testing.waiting import eventually
 
 MIB = 1 << 20
 GREETING = b"\xff" + bytes(8) + b"\x7f\x03\x00" + b"NULL".ljust(20, b"\0") + bytes(32)
@@ -114,8 +115,7 @@ def fill(publisher: EventPublisher, count: int) -> None:
     """Publish batches of 64 KiB."""
     for number in range(count):
         publisher.publish(TOPIC, [{"type": "BlockStored", "data": number.to_bytes(4, "big") * (16 << 10)}])
-        while publisher.is_behind:
-            time.sleep(0.01)
+        eventually(lambda: not publisher.is_behind)
 
 
 def test_a_large_frame_ends_the_connection(publisher: EventPublisher, ports: tuple[int, int]) -> None:

@@ -20,7 +20,7 @@ from kvstore.runtime.deadline import Deadline
 from kvstore.settings import load_settings
 from kvstore.testing.prompts import ATTENTION, Prompt
 from kvstore.testing.servers import RedisServer, redis_server
-from kvstore.testing.waiting import soon
+from kvstore.testing.waiting import soon, until
 from tests.unit.admin.service_harness import open_service, prompt_of
 
 pytestmark = pytest.mark.servers
@@ -178,9 +178,7 @@ async def test_it_is_not_ready_while_it_refuses_writes(cause: str, redis: RedisS
         status = await made.store.status(deadline=soon())
         assert cause in status["tiers"]["redis"]["refuses_writes"]  # type: ignore[index]
         await allow(direct)
-        async with asyncio.timeout(30):
-            while (await client.get("/readyz")).status_code != 200:
-                await asyncio.sleep(0.1)
+        await until(lambda: client.get("/readyz"), 30, holds=lambda answer: answer.status_code == 200)
 
 
 async def test_it_is_not_ready_while_records_find_no_room(redis: RedisServer, tmp_path: Path) -> None:

@@ -12,7 +12,6 @@ import struct
 import subprocess
 import sys
 import threading
-import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -37,7 +36,7 @@ from kvstore.service.save_memory import SaveMemories, SaveMemory
 from kvstore.testing.attacked import AttackedService, beside
 from kvstore.testing.prompts import Prompt
 from kvstore.testing.tokens import credentials_of
-from kvstore.testing.waiting import until
+from kvstore.testing.waiting import eventually, until
 from kvstore.wire import messages
 from kvstore.wire.address import parse_address
 from tests.security.memory_peer import HEAD_BYTES, MIB, PROMPT, RECORD, MemoryPeer, ask_for_memory, service_at
@@ -222,8 +221,7 @@ async def test_memory_ends_with_its_connection(folder: Path) -> None:
             attacker = MemoryPeer(service.url)
             attacker.put(RECORD, HEAD_BYTES)
             attacker.owner.die()
-            while service.server.describe()["save_memory_bytes_used"]:
-                time.sleep(0.01)
+            eventually(lambda: not service.server.describe()["save_memory_bytes_used"])
             assert attacker.ask(attacker.save(2))["kind"] == "Unavailable"
             attacker.die()
 
@@ -313,8 +311,7 @@ async def test_saves_count_as_those_that_are_sent(folder: Path) -> None:
             attacker.put(RECORD, HEAD_BYTES)
             holder = RawPeer(service.url)
             holder.send(head_bytes(messages.Save(1, 20_000, "memory"), 190_000) + b"\0")
-            while not service.server.describe()["receive_bytes_used"]:
-                time.sleep(0.01)
+            eventually(lambda: service.server.describe()["receive_bytes_used"])
             fields = {"memory": attacker.id, "offset": HEAD_BYTES, "num_bytes": RECORD.num_bytes, "stamp": 1}
             answer = attacker.ask(head_bytes(messages.Save(2, 300, "memory", **fields)))
             assert answer["kind"] == "Unavailable" and "no room" in answer["message"], answer
@@ -324,8 +321,7 @@ async def test_saves_count_as_those_that_are_sent(folder: Path) -> None:
             assert (attacker.peer.receive() or {})["outcome"] == "stored"
             holder = RawPeer(service.url)
             holder.send(head_bytes(messages.Save(1, 20_000, "memory"), 190_000) + b"\0")
-            while not service.server.describe()["receive_bytes_used"]:
-                time.sleep(0.01)
+            eventually(lambda: service.server.describe()["receive_bytes_used"])
             attacker.peer.send(attacker.save(4) + attacker.save(5) + attacker.save(6))
             answer = attacker.peer.receive() or {}
             assert answer["type"] == "refused" and "credit" in answer["message"], answer
@@ -416,9 +412,11 @@ async def until_free(service: AttackedService) -> None:
     """Return when the service has no memory of clients."""
     client = service.client()
     try:
-        async with asyncio.timeout(20):
-            while (await client.status(deadline=Deadline.after(20)))["service"]["save_memory_bytes_used"]:  # type: ignore[index]
-                await asyncio.sleep(0.02)
+        await until(
+            lambda: client.status(deadline=Deadline.after(20)),
+            20,
+            holds=lambda status: not status["service"]["save_memory_bytes_used"],
+        )
     finally:
         await client.aclose()
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import msgpack
@@ -24,7 +25,7 @@ from kvstore.store.tiered import TieredStore
 from kvstore.testing.prompts import ATTENTION, Prompt
 from kvstore.testing.records import make_key, make_record
 from kvstore.testing.servers import RedisServer, redis_server
-from kvstore.testing.waiting import soon
+from kvstore.testing.waiting import soon, until
 from kvstore.tiers.redis import RedisTier
 from kvstore.tiers.redis.examine import parse_info
 from tests.contract.pending_entries import entries
@@ -274,6 +275,4 @@ async def test_a_lease_that_never_ends_gets_an_end(shared_redis: RedisServer, tm
             await client.delete(f"c1o/{name}")
             await damage(f"c1o/{name}")
             owner = RedisOwnership(client, lease_s=0.3)
-            async with asyncio.timeout(60):
-                while not await owner.hold(name, deadline=soon()):
-                    await asyncio.sleep(0.05)
+            await until(partial(owner.hold, name, deadline=soon()))

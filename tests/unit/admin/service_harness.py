@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import hashlib
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
@@ -26,7 +25,7 @@ from kvstore.store.encryption.encrypted import EncryptedStore
 from kvstore.store.recorder import Recorder
 from kvstore.store.tiered import TieredStore
 from kvstore.testing.prompts import ATTENTION, Prompt
-from kvstore.testing.waiting import soon
+from kvstore.testing.waiting import soon, until
 from kvstore.wire.address import parse_address
 
 __all__ = ["TOKENS", "ServiceHarness", "ended", "open_service", "prompt_of", "write_credentials"]
@@ -167,8 +166,7 @@ def prompt_of(name: str, tenant: str = "red") -> Prompt:
 async def ended(client: httpx.AsyncClient, started: httpx.Response) -> dict[str, Any]:
     """A job when it has ended."""
     assert started.status_code == 202, started.text
-    job: dict[str, Any] = started.json()
-    while job["state"] == "running":
-        await asyncio.sleep(0.01)
-        job = (await client.get(f"/v1/jobs/{job['job']}")).json()
+    route = f"/v1/jobs/{started.json()['job']}"
+    answer = await until(lambda: client.get(route), holds=lambda answer: answer.json()["state"] != "running")
+    job: dict[str, Any] = answer.json()
     return job

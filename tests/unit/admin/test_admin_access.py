@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import AsyncExitStack
@@ -18,6 +17,7 @@ from kvstore.model.keys import NamespaceId
 from kvstore.service.admin.access import is_open
 from kvstore.service.admin.app import make_routes
 from kvstore.testing.prompts import Prompt
+from kvstore.testing.waiting import until
 from tests.unit.admin.service_harness import TOKENS, ServiceHarness, open_service, prompt_of, write_credentials
 
 CHANGES = ("POST", "PUT", "PATCH", "DELETE")
@@ -71,8 +71,7 @@ async def tenants(tmp_path: Path) -> AsyncIterator[tuple[ServiceHarness, Prompt]
             pin = {"namespace": red.namespace.hex(), "prefix": red.boundary(128).prefix.hex(), "expires_in_s": 1000}
             assert (await client.post("/v1/pins", json=pin)).status_code == 201
             job = JOBS[red.namespace] = (await client.post("/v1/gc")).json()["job"]
-            while (await client.get(f"/v1/jobs/{job}")).json()["ended_s"] is None:
-                await asyncio.sleep(0.01)
+            await until(lambda: client.get(f"/v1/jobs/{job}"), holds=lambda answer: answer.json()["ended_s"])
         made.store.report(Outcome("asked by red", red.namespace, 336, 320, 0, 0, "nothing_stored", tenant="red"))
         yield made, red
 
@@ -205,9 +204,7 @@ async def test_a_token_is_revoked_without_a_restart(tenants: tuple[ServiceHarnes
     kept = {name: TOKENS[name] for name in ("operator", "blue")}
     write_credentials(made.credentials, {**kept, "green": ("red", "read")})
     async with made.client("red") as red, made.client("green") as green:
-        async with asyncio.timeout(60):
-            while (await red.get("/v1/tiers")).status_code != 401:
-                await asyncio.sleep(0.1)
+        await until(lambda: red.get("/v1/tiers"), holds=lambda answer: answer.status_code == 401)
         assert (await green.get("/v1/namespaces")).json()["namespaces"][0]["tenant"] == "red"
 
 
@@ -232,9 +229,7 @@ async def test_changes_are_audited(tenants: tuple[ServiceHarness, Prompt], caplo
     def told() -> list[str]:
         return [record.getMessage() for record in caplog.records if record.name == "kvstore.audit"]
 
-    async with asyncio.timeout(60):
-        while len(told()) < 6:  # a line is written when its answer is on its way
-            await asyncio.sleep(0.01)
+    await until(lambda: len(told()) >= 6)  # a line is written when its answer is on its way
     lines = told()
     parts = [[part for part in line.split() if part.startswith(("method", "status", "dry"))] for line in lines]
     assert parts == [

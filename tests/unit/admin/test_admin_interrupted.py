@@ -115,8 +115,7 @@ async def test_jobs_of_a_killed_service_are_listed(tmp_path: Path, capsys: pytes
     url = f"http://127.0.0.1:{port}"
     with served(tmp_path, port):
         job = httpx.post(f"{url}/v1/tiers/cold/verify?bytes_per_s=1", timeout=START_S).json()
-        while not book.exists() or job["job"] not in book.read_text():
-            await asyncio.sleep(0.01)
+        await until(lambda: book.exists() and job["job"] in book.read_text())
         assert httpx.get(f"{url}/v1/jobs/{job['job']}", timeout=START_S).json()["state"] == "running"
 
     def said(*arguments: str) -> str:

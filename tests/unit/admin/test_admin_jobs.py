@@ -285,8 +285,7 @@ async def test_a_record_whose_entry_is_on_its_way_is_no_orphan(
         async def job() -> Any:
             return (await client.get(f"/v1/jobs/{started.json()['job']}")).json()
 
-        while "compared again" not in (waiting := await job())["progress"]["unit"]:
-            await asyncio.sleep(0.01)
+        waiting = await until(job, holds=lambda job: "compared again" in job["progress"]["unit"])
         assert waiting["report"]["orphans"] == {}
         is_taken.set()
         await saving

@@ -16,6 +16,7 @@ from kvstore.errors import Unavailable
 from kvstore.testing.prompts import ATTENTION, Prompt
 from kvstore.testing.servers.ports import free_address
 from kvstore.testing.service_process import ServiceProcess
+from kvstore.testing.waiting import until
 from kvstore.wire import messages
 from kvstore.wire.frames import PREFIX_BYTES, pack_head
 from kvstore.wire.messages import encode
@@ -78,16 +79,13 @@ async def fails_at_once(call: Awaitable[object]) -> None:
 
 async def heals(client: RemoteStore) -> None:
     """The client is of use again by itself, namespaces included."""
-    begun_s = time.monotonic()
-    while True:
-        try:
-            await client.lookup(PROMPT.query(), deadline=Deadline.after(CALL_S))
-            await client.save(PROMPT.record(64), deadline=Deadline.after(CALL_S))
-        except Unavailable:
-            assert time.monotonic() - begun_s < HEALS_S
-            await asyncio.sleep(0.01)
-        else:
-            return
+
+    async def is_of_use() -> bool:
+        await client.lookup(PROMPT.query(), deadline=Deadline.after(CALL_S))
+        await client.save(PROMPT.record(64), deadline=Deadline.after(CALL_S))
+        return True
+
+    await until(is_of_use, HEALS_S, despite=Unavailable)
 
 
 @pytest.mark.parametrize("verb", ["lookup", "stage", "load", "save"])
@@ -203,15 +201,7 @@ async def test_a_long_frozen_service_is_connected_to_anew(service: ServiceProces
 
 
 async def heals_status(client: RemoteStore) -> None:
-    begun_s = time.monotonic()
-    while True:
-        try:
-            await client.status(deadline=Deadline.after(CALL_S))
-        except Unavailable:
-            assert time.monotonic() - begun_s < HEALS_S
-            await asyncio.sleep(0.01)
-        else:
-            return
+    await until(lambda: client.status(deadline=Deadline.after(CALL_S)), HEALS_S, despite=Unavailable)
 
 
 async def test_a_person_waits_for_a_service_that_greets_late(service: ServiceProcess) -> None:

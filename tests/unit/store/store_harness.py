@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -16,7 +15,7 @@ from kvstore.store.limits import StoreLimits
 from kvstore.store.tiered import TieredStore
 from kvstore.testing.faults import FaultyTier
 from kvstore.testing.prompts import Prompt
-from kvstore.testing.waiting import soon
+from kvstore.testing.waiting import soon, until
 from kvstore.tiers.base import Tier
 from kvstore.tiers.memory import MemoryTier
 
@@ -88,9 +87,7 @@ class SharedTiers:
         return await self.log().totals(deadline=soon())
 
     async def finished(self) -> None:
-        async with asyncio.timeout(60.0):
-            while await self.totals() != PendingTotals(0, 0):
-                await asyncio.sleep(0.02)
+        await until(self.totals, holds=lambda totals: totals == PendingTotals(0, 0))
 
     async def die(self, store: TieredStore) -> None:
         """As a crash does: nothing is written any more, and nothing is given back."""

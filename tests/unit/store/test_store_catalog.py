@@ -381,13 +381,14 @@ async def test_a_record_whose_boundary_leaves_before_the_catalog_is_told(
 
     monkeypatch.setattr(world.catalog, "add", refuse)
     assert await world.store.save(since, ack=Ack.COLD, deadline=soon()) is SaveOutcome.STORED
-    async with asyncio.timeout(60):
-        await until(lambda: world.recorder.num_refused)
-        await world.cold.inner.delete(before.key, deadline=soon())
-        gone = [(entry, LeaveReason.EVICTED) for entry in hidden if entry is not None]
-        await world.catalog.finish_leaving(gone, Level.COLD, deadline=soon())
-        while (await world.catalog.totals(deadline=soon()))[prompt.namespace].levels[Level.COLD].num_records != 1:
-            await asyncio.sleep(0.01)
+    await until(lambda: world.recorder.num_refused)
+    await world.cold.inner.delete(before.key, deadline=soon())
+    gone = [(entry, LeaveReason.EVICTED) for entry in hidden if entry is not None]
+    await world.catalog.finish_leaving(gone, Level.COLD, deadline=soon())
+    await until(
+        lambda: world.catalog.totals(deadline=soon()),
+        holds=lambda totals: totals[prompt.namespace].levels[Level.COLD].num_records == 1,
+    )
     entry = await world.catalog.get(*boundary, deadline=soon())
     assert entry is not None and entry.keys(Level.COLD) == [since.key]
 

@@ -208,15 +208,17 @@ async def test_what_is_pending_is_bounded_over_all_services(world: SharedTiers) 
     await asyncio.sleep(0.1)
     assert len(world.hot.keys_put) < 14
     assert (await stage(store, prompt)).resume_tokens == 640
-    async with asyncio.timeout(60.0):  # the other service learns of it
-        while await other.save(records[30], ack=Ack.HOT, deadline=soon()) is not SaveOutcome.BUSY:
-            await asyncio.sleep(0.02)
+    await until(  # the other service learns of it
+        lambda: other.save(records[30], ack=Ack.HOT, deadline=soon()),
+        holds=lambda outcome: outcome is SaveOutcome.BUSY,
+    )
     assert (await world.totals()).num_records < 14
     world.cold.down = False
     await world.finished()
-    async with asyncio.timeout(60.0):
-        while await other.save(records[31], ack=Ack.HOT, deadline=soon()) is SaveOutcome.BUSY:
-            await asyncio.sleep(0.02)
+    await until(
+        lambda: other.save(records[31], ack=Ack.HOT, deadline=soon()),
+        holds=lambda outcome: outcome is not SaveOutcome.BUSY,
+    )
     await until(lambda: {record.key for record in records[:20]} <= set(world.cold.keys_put))
     assert not [name for name in store.meters.snapshot() if name.startswith("write_back_dropped")]
 
@@ -229,9 +231,7 @@ async def test_what_the_queue_cannot_hold_is_brought_from_the_hot_tier(world: Sh
     world.cold.down = True
     for record in prompt.records():
         await store.save(record, ack=Ack.HOT, deadline=soon())
-    async with asyncio.timeout(60.0):
-        while (await store.status(deadline=soon()))["write_back"]["s3"]["records"] != 2:
-            await asyncio.sleep(0.01)
+    await until(lambda: store.status(deadline=soon()), holds=lambda status: status["write_back"]["s3"]["records"] == 2)
     world.cold.down = False
     await world.finished()
     assert not [name for name in store.meters.snapshot() if name.startswith("write_back_dropped")]

@@ -29,7 +29,7 @@ from kvstore.store.recorder import Recorder
 from kvstore.store.tiered import TieredStore
 from kvstore.testing.dict_catalog import CatalogBooks, DictCatalog
 from kvstore.testing.prompts import ATTENTION, HYBRID, Prompt, describe
-from kvstore.testing.waiting import soon
+from kvstore.testing.waiting import soon, until
 from kvstore.tiers.memory import MemoryTier
 from kvstore.wire.address import parse_address
 from tests.virtual_time import ShiftedClock
@@ -346,11 +346,9 @@ async def test_what_cut_a_query_of_pages_short_is_its_reason(world: ExplainedSto
         with BlockingStore(str(address)) as store:
             door = PageDoor(store, describe_pages({"weights_id": "w", "model": "m"}, page_tokens=64))
             await asyncio.to_thread(ask, door)
-            told: Any = {"requests": []}
-            async with asyncio.timeout(60):  # reports are sent in the background
-                while len(told["requests"]) < 4:
-                    await asyncio.sleep(0.002)
-                    told = await world.store.explain("", deadline=soon())
+            await until(  # reports are sent in the background
+                lambda: world.store.explain("", deadline=soon()), holds=lambda told: len(told["requests"]) >= 4
+            )
             for name, reason in {
                 "large": "node_memory",
                 "silent": "tier_failed",

@@ -26,6 +26,7 @@ from kvstore.store.retention.owner import LEASE_S
 from kvstore.testing.catalog_contract import mark_complete
 from kvstore.testing.dict_pending import DictOwnership, LeaseBooks
 from kvstore.testing.records import NAMESPACE, make_record
+from kvstore.testing.waiting import until
 from kvstore.tiers.base import PutOutcome
 from kvstore.tiers.guarded import GuardedTier
 from kvstore.tiers.memory import MemoryTier
@@ -569,9 +570,7 @@ async def test_an_error_of_any_kind_ends_a_round_and_not_retention(
     monkeypatch.setattr(world.catalog, "totals", stumble)
     retention = world.retention(budget_bytes=2 * BOUNDARY_BYTES, period_s=0.01)
     retention.start()
-    async with asyncio.timeout(60):
-        while await world.held(path) == [3, 3, 3, 3]:
-            await asyncio.sleep(0.01)
+    await until(lambda: world.held(path), holds=lambda held: held != [3, 3, 3, 3])
     await retention.aclose()
     assert world.meters.get("retention_failures", tier=world.tier.name, at="catalog") == 6
     assert sum("a round of retention failed" in record.message for record in caplog.records) == 2

@@ -13,6 +13,7 @@ from kvstore.runtime.events import EventKind, Events
 from kvstore.runtime.instruments import Instruments
 from kvstore.runtime.meters import Meters
 from kvstore.testing.records import make_key, make_record
+from kvstore.testing.waiting import until
 from kvstore.tiers.base import PutOutcome
 from kvstore.tiers.breaker import Breaker
 from kvstore.tiers.guarded import GuardedTier
@@ -95,10 +96,7 @@ async def fail(guard: GuardedTier, match: str, timeout_s: float = 5) -> None:
 
 
 async def closed_again(guard: GuardedTier) -> None:
-    give_up = Deadline.after(5)
-    while guard.is_open:
-        assert not give_up.expired
-        await asyncio.sleep(0.005)
+    await until(lambda: not guard.is_open, 5)
 
 
 async def test_opens_after_failures_in_a_row(guard: GuardedTier, inner: FailingTier) -> None:

@@ -17,7 +17,7 @@ from kvstore.format.names import format_name, pack_key
 from kvstore.model.keys import RecordKey
 from kvstore.runtime.deadline import Deadline
 from kvstore.testing.records import make_key, make_record
-from kvstore.testing.waiting import soon
+from kvstore.testing.waiting import soon, until
 from kvstore.tiers.base import PutOutcome
 from kvstore.tiers.filesystem import FilesystemTier
 from kvstore.tiers.filesystem.files import RecordFiles
@@ -79,14 +79,7 @@ async def test_a_start_that_is_given_up_leaves_the_directory_to_the_next_one(
             await opening
     may_go_on.set()
     await asyncio.to_thread(has_lock.wait)
-    give_up = soon(10)
-    while True:
-        try:
-            tier = await open_tier(tmp_path)
-            break
-        except Unavailable:
-            assert not give_up.expired
-            await asyncio.sleep(0.01)
+    tier = await until(lambda: open_tier(tmp_path), 10, despite=Unavailable)
     await tier.aclose()
 
 
@@ -235,10 +228,7 @@ async def test_slow_disk_costs_the_deadline(tmp_path: Path, monkeypatch: pytest.
     assert time.monotonic() - started_s < 4
     assert all("before the deadline" in str(outcome) for outcome in outcomes)
     hold.set()
-    give_up = Deadline.after(20)
-    while len(await numbers_in(tier, 257)) < 256:
-        assert not give_up.expired
-        await asyncio.sleep(0.02)
+    await until(lambda: numbers_in(tier, 257), 20, holds=lambda numbers: len(numbers) == 256)
     await tier.aclose()
 
 
