@@ -144,12 +144,9 @@ def hit_text(requests: Mapping[str, float], tokens: Mapping[str, float]) -> str:
 
 
 def _tiers(values: Mapping[str, Any]) -> Iterator[str]:
-    is_open = by_label(values.get("counters", {}), "tier_open", "tier")
     for name, tier in values.get("tiers", {}).items():
         if not tier.get("healthy"):
             state = "[red]does not answer[/red]"
-        elif is_open.get(name):
-            state = "[red]failed, not used until a probe succeeds[/red]"
         elif tier.get("refuses_writes"):
             state = "[red]accepts no writes[/red]"
         else:

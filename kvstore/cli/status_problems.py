@@ -81,7 +81,6 @@ def problems_of(values: Mapping[str, Any]) -> list[Problem]:
 
 
 def _of_tiers(values: Mapping[str, Any]) -> Iterator[Problem]:
-    is_open = by_label(values.get("counters", {}), "tier_open", "tier")
     waiting = values.get("write_back", {})
     for name, tier in values.get("tiers", {}).items():
         queue = waiting.get(name, {})
@@ -97,8 +96,6 @@ def _of_tiers(values: Mapping[str, Any]) -> Iterator[Problem]:
         elif tier.get("refuses_writes"):
             cause, step = next_step(tier["refuses_writes"])
             yield Problem(f"{name} accepts no writes: {cause}", step or "kvstore doctor")
-        elif is_open.get(name):
-            yield Problem(f"{name} failed and is not used until a probe succeeds", "kvstore doctor")
         elif queue.get("failing"):
             yield Problem(f"writes to {name} fail and are tried again", "kvstore doctor, the service's log")
         if queue.get("paused"):

@@ -132,11 +132,6 @@ def change(*path: str, to: object) -> Callable[[dict[str, Any]], None]:
             "a part of redis does not answer (no answer, node a:1), and is used again",
             "start it",
         ),
-        (
-            change("counters", 'tier_open{tier="redis"}', to=1),
-            "redis failed and is not used until a probe succeeds",
-            "doctor",
-        ),
         (change("write_back", "s3", "failing", to=True), "writes to s3 fail", "doctor"),
         (change("write_back", "s3", "paused", to=True), "the write-back to s3 is paused", "resume"),
         (change("counters", "pending_bytes", to=7 * GIB), "7.0 GiB of at most 8.0 GiB wait", "pending_bytes"),
