@@ -7,10 +7,11 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
+from typing import Annotated, Any, TypeAlias
 
 import typer
 
+from kvstore.cli.admin import AdminClient, admin_client
 from kvstore.cli.options import quieted, tls_of, token_of
 from kvstore.client import BlockingStore, ClientOptions
 from kvstore.client.remote import EMBEDDED
@@ -22,9 +23,6 @@ from kvstore.settings import Settings, load_settings
 from kvstore.tiers.locations import ColdLocation, HotLocation
 from kvstore.wire.address import Address, TcpAddress, UnixAddress, parse_address, unix_accepts
 from kvstore.wire.private_place import default_directory, private_socket_path
-
-if TYPE_CHECKING:
-    from kvstore.cli.admin import AdminClient
 
 Url: TypeAlias = Annotated[
     str,
@@ -238,8 +236,6 @@ def store_in_use(url: str, token_file: Path | None, config: Path | None, timeout
     else:
         silent.append(address)
     if (admin := local.admin_listen) is not None and not url:
-        from kvstore.cli.admin import admin_client  # slow to import, and needed here only
-
         client = admin_client(local, token, timeout_s)
         if _accepts(admin):
             try:
@@ -284,7 +280,5 @@ def _reported_settings(address: str, token: str, local: Settings, timeout_s: flo
 
 def admin_of(store: StoreInUse, token_file: Path | None, config: Path | None) -> AdminClient:
     """A client for the administration interface of the running service."""
-    from kvstore.cli.admin import admin_client
-
     local = load_settings({}, config=config)
     return admin_client(store.settings if store.service else local, token_of(local, token_file), _JOB_ANSWER_S)

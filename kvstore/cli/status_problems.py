@@ -8,9 +8,11 @@ from types import MappingProxyType
 from typing import Any
 
 from kvstore.cli.printing import bytes_text, share_text, span_text, time_text
+from kvstore.doctor.service import judge_files, key_problems, loss_fixes, losses_text, reindex_step
 from kvstore.errors import next_step
 from kvstore.runtime.meters import name_and_labels
 from kvstore.runtime.sizes import counted
+from kvstore.store.explain.reasons import REASONS
 
 LATE = ("deadline", "lookup_failed", "lookup_timeout", "stage_failed", "stage_timeout", "stall", "tier_failed")
 """Reasons for which a request was computed although its pages may have been stored: the store did not answer."""
@@ -66,15 +68,12 @@ class Problem:
 
 def problems_of(values: Mapping[str, Any]) -> list[Problem]:
     """All problems, the most expensive first; a service of a neighbouring release may lack some values."""
-    counters = values.get("counters", {})
+    counters, recent = values.get("counters", {}), values.get("recent", {})
     found = [*_of_tiers(values), *_of_catalog(values.get("catalog", {})), *_of_pending(counters), *_of_memory(values)]
     found += _of_files(values)
-    recent = values.get("recent", {})
-    found += _of_keys(values.get("encryption", {}))
+    found += [Problem(what, step) for what, step in key_problems(values.get("encryption", {}).get("problems", {}))]
     found += [*_of_requests(recent), *_of_losses(recent)]
     if counters.get("catalog_complete") == 0:
-        from kvstore.doctor.service import reindex_step  # slow to import, and health probes run this verb often
-
         what = "the catalog may be incomplete, so that lookups query the tiers too, which is slower"
         found.append(Problem(what, reindex_step(values)))
     return [*found, *_of_counters(counters, values.get("tiers", {}))]
@@ -141,20 +140,9 @@ def _of_memory(values: Mapping[str, Any]) -> Iterator[Problem]:
         yield Problem(what, "set a larger memory_bytes")
 
 
-def _of_keys(encryption: Mapping[str, Any]) -> Iterator[Problem]:
-    if not encryption.get("problems"):
-        return
-    from kvstore.doctor.service import key_problems  # slow to import
-
-    for what, step in key_problems(encryption["problems"]):
-        yield Problem(what, step)
-
-
 def _of_files(values: Mapping[str, Any]) -> Iterator[Problem]:
     if not values.get("service", {}).get("not_reloaded"):
         return
-    from kvstore.doctor.service import judge_files  # slow to import
-
     finding = judge_files(values)
     yield Problem(finding.seen, finding.fix)
 
@@ -166,8 +154,6 @@ def _of_requests(recent: Mapping[str, Any]) -> Iterator[Problem]:
         num_cut = sum(cut.values())
         if not num_cut or num_requests < least or num_cut < _CUT_SHARE * num_requests:
             continue
-        from kvstore.store.explain.reasons import REASONS  # slow to import, and health probes run this verb often
-
         worst = max(cut, key=lambda word: cut[word])
         who = "the last request" if num_requests == 1 else f"{num_cut:,} of the last {num_requests:,} requests"
         text = f"{who} {what} ({worst}: {REASONS[worst].why})"
@@ -178,8 +164,6 @@ def _of_requests(recent: Mapping[str, Any]) -> Iterator[Problem]:
 def _of_losses(recent: Mapping[str, Any]) -> Iterator[Problem]:
     if not recent.get("losses") and not recent.get("too_large"):
         return
-    from kvstore.doctor.service import loss_fixes, losses_text  # slow to import
-
     past = "" if recent.get("too_large") else _over_since(recent, "losses", recent["losses"])
     yield Problem(losses_text(recent), "; ".join(loss_fixes(recent)), past)
 
