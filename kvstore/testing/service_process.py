@@ -6,7 +6,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -20,10 +19,9 @@ from kvstore.service.server import Server
 from kvstore.testing.dict_store import DictStore
 from kvstore.testing.forking import ForkedProcess
 from kvstore.testing.serve import ROOT, bare_environment
+from kvstore.testing.waiting import eventually
 from kvstore.testing.warm_services import start_warm
 from kvstore.wire.address import parse_address
-
-_START_S = 60.0
 
 
 class ServiceProcess:
@@ -63,11 +61,7 @@ class ServiceProcess:
         """SIGSTOP, and return when it has stopped."""
         os.kill(self.pid, signal.SIGSTOP)
         stat = Path(f"/proc/{self.pid}/stat")
-        ends_s = time.monotonic() + _START_S
-        while stat.read_text().rsplit(")", 1)[1].split()[0] != "T":
-            if time.monotonic() > ends_s:
-                raise RuntimeError("the service of the test does not stop")
-            time.sleep(0.001)
+        eventually(lambda: stat.read_text().rsplit(")", 1)[1].split()[0] == "T", why="the service does not stop")
 
     def thaw(self) -> None:
         """SIGCONT."""

@@ -25,12 +25,14 @@ def eventually(
     condition: Callable[[], T],
     seconds: float = _PATIENCE_S,
     *,
+    holds: Callable[[T], object] = bool,
     despite: type[Exception] | tuple[type[Exception], ...] = (),
     why: str | Callable[[], object] = "",
 ) -> T:
     """Wait for a condition to become true, and return its value.
 
     Args:
+        holds: Whether that value is the one that is waited for.
         despite: Errors of the condition that mean: not yet.
         why: What to say if it has not in time, such as the log of a process.
 
@@ -41,7 +43,7 @@ def eventually(
     while True:
         is_late = time.monotonic() >= ends_s
         try:
-            if value := condition():
+            if holds(value := condition()):
                 return value
         except despite:
             if is_late:

@@ -72,19 +72,12 @@ class Engine:
     def ask(self, request_id: str, name: str, **prompt: Any) -> int:
         """vLLM's question, as often as it takes; loads what is found."""
         self.side.on_new_request(PromptFacts(request_id, tokens_of(name, TOKENS), **prompt))
-        answers: list[int] = []
-
-        def asked() -> bool:
-            answer = self.side.matched_tokens(request_id, 0)
-            if answer is not None:
-                answers.append(answer)
-            return bool(answers)
-
-        eventually(asked)
-        if answers[0]:
-            self.side.on_allocated(request_id, [list(range(1, 64))], answers[0])
+        answer = eventually(lambda: self.side.matched_tokens(request_id, 0), holds=lambda answer: answer is not None)
+        assert answer is not None
+        if answer:
+            self.side.on_allocated(request_id, [list(range(1, 64))], answer)
             self.side.on_loads_finished({request_id}, set())
-        return answers[0]
+        return answer
 
     def explain(self, request_id: str) -> Mapping[str, Any]:
         told: Mapping[str, Any] = eventually(

@@ -62,11 +62,7 @@ def test_evicted(tmp_path: Path) -> None:
         at.keep("first")
         for number in range(6):
             at.keep(f"other {number}")
-
-        def left() -> bool:
-            return bool(at.bridge.run(lambda store: store.recorder.catalog.tombstones(limit=1, deadline=soon())))
-
-        eventually(left)
+        eventually(at.num_tombstones)
     with engine(settings, tmp_path) as at:  # with an empty memory
         reached = at.ask("a", "first")
         assert reached < 192

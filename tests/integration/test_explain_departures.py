@@ -14,7 +14,7 @@ from connector.scheduler.hook_facts import PromptFacts
 from kvstore.store.retention import owner
 from kvstore.testing.faulty_proxy import FaultyProxy
 from kvstore.testing.servers import RedisServer, redis_server
-from kvstore.testing.waiting import eventually, soon
+from kvstore.testing.waiting import eventually
 from tests.integration.explained_engine import TOKENS, Engine, directory, engine, on_redis
 from tests.unit.connector.support import tokens_of
 
@@ -24,16 +24,12 @@ AWAY_S = 1.2
 """How far Redis is: between the catalog's answer and the first record there is time for something to happen."""
 
 
-def tombstones(at: Engine) -> int:
-    return len(at.bridge.run(lambda store: store.recorder.catalog.tombstones(limit=100, deadline=soon())))
-
-
 def test_expired(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody asked for it as long as `cold_unused_s` says: it left, and that is why."""
     monkeypatch.setattr(owner, "_FRESH_S", 1)  # what is younger than ten seconds is spared otherwise
     with engine(directory(tmp_path, cold_unused_s=1.0), tmp_path) as at:
         at.keep("prompt")
-        eventually(lambda: tombstones(at) >= 3, seconds=15.0)
+        eventually(lambda: at.num_tombstones() >= 3, seconds=15.0)
     with engine(directory(tmp_path), tmp_path) as at:  # with an empty memory
         assert at.ask("a", "prompt") == 0
         told = at.explain("a")
@@ -51,7 +47,7 @@ def test_quota(tmp_path: Path) -> None:
     with engine(settings, tmp_path) as at:
         for number in range(6):
             at.keep(f"other {number}")
-        eventually(lambda: tombstones(at) >= 1, seconds=15.0)
+        eventually(lambda: at.num_tombstones() >= 1, seconds=15.0)
     with engine(settings, tmp_path) as at:
         assert at.ask("a", "first") < 192
         told = at.explain("a")
@@ -94,16 +90,9 @@ def ask_and(at: Engine, proxy: FaultyProxy, request_id: str, act: Callable[[], A
     eventually(fetching, seconds=15.0)
     act()
     proxy.delay(0.0)  # for what is asked from now on
-    answers: list[int] = []
-
-    def answered() -> bool:
-        answer = at.side.matched_tokens(request_id, 0)
-        if answer is not None:
-            answers.append(answer)
-        return bool(answers)
-
-    eventually(answered, seconds=15.0)
-    return answers[0]
+    answer = eventually(lambda: at.side.matched_tokens(request_id, 0), 15.0, holds=lambda answer: answer is not None)
+    assert answer is not None
+    return answer
 
 
 def test_gone(tmp_path: Path) -> None:

@@ -129,16 +129,7 @@ class Rank:
 
     def result(self) -> tuple[set[str], set[str]]:
         """Wait for loads to be reported."""
-        found: list[tuple[set[str], set[str]]] = []
-
-        def reported() -> bool:
-            results = self.side.take_results()
-            if results[0]:
-                found.append(results)
-            return bool(found)
-
-        eventually(reported)
-        return found[0]
+        return eventually(self.side.take_results, holds=lambda results: results[0])
 
     def blocks(self, ids: tuple[int, ...]) -> torch.Tensor:
         """uint8 [layers, blocks, heads, bytes]"""

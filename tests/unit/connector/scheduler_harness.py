@@ -93,16 +93,11 @@ class SchedulerHarness:
 
     def ask(self, request_id: str, local_tokens: int = 0) -> int:
         """Ask as often as it takes, as vLLM does on every step."""
-        answers: list[int] = []
-
-        def asked() -> bool:
-            answer = self.side.matched_tokens(request_id, local_tokens)
-            if answer is not None:
-                answers.append(answer)
-            return bool(answers)
-
-        eventually(asked)
-        return answers[0]
+        answer = eventually(
+            lambda: self.side.matched_tokens(request_id, local_tokens), holds=lambda answer: answer is not None
+        )
+        assert answer is not None
+        return answer
 
     def ask_until_staged(self, request_id: str) -> None:
         """Ask until records are being staged for the request."""
