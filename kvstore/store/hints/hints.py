@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum, auto
 from functools import partial
-from itertools import count
 from typing import Any
 
 from kvstore.api import PrefixQuery
@@ -35,6 +35,8 @@ _TENANTS_MAX = 1024
 _DEMOTE_S = 30.0
 _RUNS_MAX, _ASKED_MAX = 2, 64
 """Releases and demotions at a time; tenants take turns. And of a tenant, waiting or running: each has its prompt."""
+_NAME_BYTES = 8
+"""Of the name of a prompt that no request named."""
 _AT_ONCE = 256
 """Boundaries, or records of one group, before the event loop gets a turn."""
 
@@ -92,15 +94,16 @@ class Hints(StorePart):
         self._choice = choice
         self._catalog = catalog
         self._rates = Latest[str, _Rate](_TENANTS_MAX)
-        self._numbers = count(1)
         self._tasks = TenantTasks(context.background, _RUNS_MAX, of_tenant=_ASKED_MAX)
         self.prompts = EndedPrompts()
 
     def keep(self, prompt: EndedPrompt) -> KeptPrompt:
-        """Keep a prompt; one that no request named gets a name that no engine gives."""
+        """Keep a prompt; one that no request named gets a name that no engine gives. It does not tell a tenant how many
+        hints others give.
+        """
         prompt = self.trimmed(prompt)
         if not prompt.request:
-            prompt = replace(prompt, request=f"hint-{next(self._numbers)}")
+            prompt = replace(prompt, request=f"hint-{secrets.token_hex(_NAME_BYTES)}")
         return self.prompts.add(prompt)
 
     def trimmed(self, prompt: EndedPrompt) -> EndedPrompt:

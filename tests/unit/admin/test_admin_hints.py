@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from pathlib import Path
 from typing import Any
 
@@ -145,6 +146,20 @@ async def test_another_tenants_prompts_do_not_exist(tmp_path: Path) -> None:
             assert (await red.post(path, json={**by_tokens, "tenant_id": "blue"})).status_code == 403
         assert made.store.meters.get("hints", hint="prefetch", outcome="taken") == 0
         assert (await blue.post("/v1/prefetch", json={"request": "chatcmpl-1"})).status_code == 202
+
+
+async def test_the_name_of_a_hint_does_not_count_those_of_other_tenants(tmp_path: Path) -> None:
+    """A tenant that gives hints now and then would learn when others give some, and how many."""
+    prompt = Prompt(ATTENTION, "tokens", 64)
+    async with (
+        open_service(tmp_path, with_tokens=False) as made,
+        made.client() as client,
+        engine(made, instance(), prompt),
+    ):
+        body = {"model": "m", "token_ids": TOKENS, "release": True}
+        answers = [(await client.post("/v1/hints", json=body)).json()["prompts"] for _ in range(4)]
+        names = [prompts[0]["request"] for prompts in answers]
+        assert len(set(names)) == 4 and all(re.fullmatch("hint-[0-9a-f]{16}", name) for name in names), names
 
 
 async def test_a_prefetch_that_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
