@@ -8,8 +8,10 @@ from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager, suppress
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import pytest
+from redis.asyncio import Connection
 from redis.exceptions import RedisError
 
 from kvstore.catalog.base import Addition
@@ -107,6 +109,27 @@ async def test_slots_that_move_to_another_node(cluster: RedisCluster) -> None:
         await asyncio.gather(*(nodes.one(("SET", name, "1"), deadline=Deadline.after(_SOON_S)) for name in others))
         with moving(names, source, target):
             await write_all(nodes, names)
+
+
+async def test_connections_that_are_lost(cluster: RedisCluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A node has closed those of the pool: the names of a lookup are sent at once again, not one by one."""
+    send, num_sent = Connection.send_packed_command, 0
+
+    async def count(connection: Connection, *arguments: Any, **options: Any) -> None:
+        nonlocal num_sent
+        num_sent += 1
+        await send(connection, *arguments, **options)
+
+    await asyncio.to_thread(cluster.settle)
+    names = [f"{{lost {number}}}" for number in range(3000)]
+    gets = [(slot_of(name), ("GET", name)) for name in names]
+    async with nodes_at(cluster.url) as nodes:
+        await nodes.run([(slot_of(name), ("SET", name, name)) for name in names], deadline=soon())
+        await asyncio.gather(*(nodes.run(gets, deadline=soon()) for _ in range(2)))  # two connections to each node
+        cluster.primaries()[0].ask("CLIENT", "KILL", "TYPE", "normal", "SKIPME", "yes")
+        monkeypatch.setattr(Connection, "send_packed_command", count)
+        assert await nodes.run(gets, deadline=soon()) == [name.encode() for name in names]
+    assert num_sent < 100
 
 
 @pytest.mark.parametrize("is_half", [False, True])

@@ -51,6 +51,9 @@ Call = tuple[int, Command]
 _CALLS_MAX = 24
 """Connections in use at a time, over all nodes. A client's pool has a few more, and raises when it is exhausted."""
 
+_CONNECTIONS_LOST_MAX = 3
+"""Until a node of a cluster is lost: all that a client's pool has may have been closed."""
+
 _packed = cast(Callable[[Command], bytes], pack_command)  # its stub allows for one argument only
 _PART_BYTES = 16 << 10
 _TEXTS = {script.sha: script.text for script in ALL}
@@ -238,12 +241,10 @@ class RedisNodes:
         return [dict(line.split(":", 1) for line in listed if ":" in line) for listed in lines]
 
     async def _on_node(self, node: Any, commands: Sequence[Command]) -> list[Any]:
-        try:
+        if node is None:
             replies = await self._exchange(node, commands, strict=False)
-        except ConnectionError as error:
-            if node is None:
-                raise
-            replies = [error] * len(commands)
+        else:
+            replies = await self._exchange_with_one_of_several(node, commands)
         missing = sorted({str(c[1]) for c, r in zip(commands, replies, strict=True) if isinstance(r, NoScriptError)})
         if missing:
             await self._exchange(node, [("SCRIPT", "LOAD", _TEXTS[sha]) for sha in missing], strict=True)
@@ -258,6 +259,18 @@ class RedisNodes:
                 raise reply
             check_reply(commands[index], replies[index])
         return replies
+
+    async def _exchange_with_one_of_several(self, node: Any, commands: Sequence[Command]) -> list[Any]:
+        """With a node of a cluster. If it is lost, each command has that error for a reply, and is then sent by itself
+        to who has its slot. But mostly only connections were: so a lookup's thousands of names are sent at once again.
+        """
+        lost: ConnectionError | None = None
+        for _ in range(_CONNECTIONS_LOST_MAX):
+            try:
+                return await self._exchange(node, commands, strict=False)
+            except ConnectionError as error:
+                lost = error
+        return [lost] * len(commands)
 
     async def _repair(self, command: Command, error: ResponseError) -> bool:
         """Remove the damaged keys of a command that was refused. False: none of them is damaged."""
