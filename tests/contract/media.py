@@ -70,6 +70,9 @@ class RedisMedium(RawMedium):
     async def write(self, key: RecordKey, data: bytes) -> None:
         """Keeps the cut of a striped record: each value is replaced by what `data` has at its place."""
         name = format_name(key)
+        if self.raw.strlen(name) > HEADER_BYTES:  # it has no stripes, and a scan is slow among many records
+            self.raw.set(name, data)
+            return
         found = self.raw.scan_iter(match=name.replace("{", "\\{") + ".*", count=10_000)
         stripes = sorted(set(found), key=lambda name: int(name.split(b".")[-1]))
         if not stripes:

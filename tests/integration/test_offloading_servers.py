@@ -146,7 +146,7 @@ def test_no_damaged_chunk_is_loaded(
                 assert loaded == {key for key in prompt if key not in victims}, said
                 num_loaded += len(loaded)
             num_changed += len(victims)
-            print(f"{type(medium).__name__}: {num_changed:,} of {num_damaged:,}", flush=True)  # in S3 it takes an hour
+            print(f"{type(medium).__name__}: {num_changed:,} of {num_damaged:,}", flush=True)  # in S3 it takes long
     assert num_loaded > 0
     tell(f"{type(medium).__name__}: {num_changed:,} damaged chunks, 0 loaded; {num_loaded:,} good ones loaded")
 
