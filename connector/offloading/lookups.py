@@ -27,6 +27,15 @@ def group_of(key: Key) -> int:
     return int.from_bytes(key[-4:], "big")
 
 
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """Which of some chunks are stored, and why not the others."""
+
+    keys: Sequence[Key]
+    found: Sequence[bool]
+    reason: str
+
+
 @dataclass(slots=True, eq=False)
 class Request:
     """What is known of one request's chunks. Written on the scheduler's thread.
@@ -37,6 +46,7 @@ class Request:
         place: The number of tokens up to each chunk's end.
         at: By group and number of tokens the chunk that ends there.
         unsent: Chunks that the store was not asked about yet.
+        answers: What threads found out and no call has taken yet.
     """
 
     id: str
@@ -45,6 +55,7 @@ class Request:
     place: dict[Key, int] = field(default_factory=dict)
     at: dict[tuple[int, int], Key] = field(default_factory=dict)
     unsent: list[Key] = field(default_factory=list)
+    answers: deque[Answer] = field(default_factory=deque)
 
     def note(self, key: Key, tokens: int | None) -> None:
         """Note where in the prompt a chunk ends, if that is known."""
@@ -73,14 +84,6 @@ class Request:
             door.report(self.id, keys, num_found, reason=reason, held=held)
 
 
-@dataclass(frozen=True, slots=True)
-class _Answer:
-    request: Request
-    keys: Sequence[Key]
-    found: Sequence[bool]
-    reason: str
-
-
 class Lookups:
     """Answers vLLM's question about each chunk at once. Belongs to the scheduler's thread.
 
@@ -94,7 +97,6 @@ class Lookups:
         self._count_miss = count_miss
         self._requests: dict[str, Request] = {}
         self._unsent: list[Request] = []
-        self._answers: deque[_Answer] = deque()  # filled by the threads
         self._threads = ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="kvstore-lookup")
 
     def request(self, request_id: str) -> Request:
@@ -105,8 +107,8 @@ class Lookups:
 
     def lookup(self, request: Request, key: Key) -> bool | None:
         """Whether a chunk is stored; `None`: poll again. A miss stays one for this request."""
-        if self._answers:
-            self._take_answer()
+        while request.answers:  # before any is given up: a step of the engine may take longer than an answer may
+            self._take(request, request.answers.popleft())
         verdicts = request.verdicts
         if key not in verdicts:
             verdicts[key], request.asked_s[key] = None, SYSTEM_CLOCK.monotonic_s()
@@ -140,15 +142,13 @@ class Lookups:
         """End the threads, and ask nothing more. Idempotent."""
         self._threads.shutdown(cancel_futures=True)
 
-    def _take_answer(self) -> None:
-        """Take one answer, so that no call takes long."""
-        answer = self._answers.popleft()
-        verdicts = answer.request.verdicts
+    def _take(self, request: Request, answer: Answer) -> None:
+        verdicts = request.verdicts
         for key, found in zip(answer.keys, answer.found, strict=True):
             if verdicts[key] is None and found:
                 verdicts[key] = True
             elif verdicts[key] is None:
-                self.refuse(answer.request, [key], answer.reason)
+                self.refuse(request, [key], answer.reason)
 
     # on the threads
 
@@ -159,7 +159,7 @@ class Lookups:
                 if group in doors:
                     self._threads.submit(self._ask, doors[group], request, of_group)
                 else:
-                    self._answers.append(_Answer(request, of_group, [False] * len(of_group), "engine_not_cached"))
+                    request.answers.append(Answer(of_group, [False] * len(of_group), "engine_not_cached"))
 
     def _ask(self, door: PageDoor, request: Request, keys: Sequence[Key]) -> None:
         """Ask the store about chunks of one group."""
@@ -173,5 +173,5 @@ class Lookups:
             _log.debug("kvstore: lookup of %d chunks: %s", len(keys), error)
         except Exception:  # noqa: BLE001 - a thread's top: an answer is due
             _log.exception("kvstore: a lookup failed")
-        self._answers.append(_Answer(request, keys, found, reason))
+        request.answers.append(Answer(keys, found, reason))
         request.report(door, keys, found.index(False) if False in found else len(found), reason)

@@ -1,0 +1,60 @@
+"""Lookups of vLLM's own offloading, over a door that answers in an order of the test's."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any, cast
+
+from connector.offloading.lookups import Lookups
+from kvstore.testing.waiting import eventually
+
+KEYS = [f"chunk {at}".encode() + bytes(4) for at in range(2)]
+TIMEOUT_S = 5.0
+
+
+class Door:
+    """Everything is stored. The second key is answered first."""
+
+    def __init__(self) -> None:
+        self.layout = SimpleNamespace(chained=True, page_tokens=16)
+        self.reported: list[str] = []
+
+    def present(self, keys: Sequence[bytes], *, timeout_s: float) -> list[bool]:
+        if KEYS[0] in keys:
+            eventually(lambda: "second" in self.reported)
+        return [True] * len(keys)
+
+    def report(self, request: str, *_: Any, **__: Any) -> None:
+        self.reported.append(request)
+
+
+def test_an_answer_that_came_in_time_counts_after_a_long_step(monkeypatch: Any) -> None:
+    """Two requests are looked up, and the engine's step takes longer than an answer may: both answers came before."""
+    door, now_s = Door(), [time.monotonic()]
+    clock = SimpleNamespace(monotonic_s=lambda: now_s[0])
+    monkeypatch.setattr("connector.offloading.lookups.SYSTEM_CLOCK", clock)
+    missed: list[str] = []
+    lookups = Lookups(TIMEOUT_S, missed.append)
+    requests = [lookups.request(name) for name in ("first", "second")]
+    for request, key in zip(requests, KEYS, strict=True):
+        request.note(key, 16)
+        assert lookups.lookup(request, key) is None
+    lookups.send(cast(Any, {0: door}))
+    eventually(lambda: len(door.reported) == 2)
+    now_s[0] += 2 * TIMEOUT_S
+    assert [lookups.lookup(request, key) for request, key in zip(requests, KEYS, strict=True)] == [True, True]
+    assert not missed
+    lookups.close()
+
+
+def test_what_is_not_answered_in_time_is_a_miss() -> None:
+    """No answer comes at all: the chunk is a miss for this request, and stays one."""
+    missed: list[str] = []
+    lookups = Lookups(0.0, missed.append)
+    request = lookups.request("r")
+    assert lookups.lookup(request, KEYS[0]) is None
+    assert [lookups.lookup(request, KEYS[0]) for _ in range(2)] == [False, False]
+    assert missed == ["lookup_timeout"]
+    lookups.close()
