@@ -373,7 +373,12 @@ class _Found:
 
     def __init__(self, pools: Sequence[_Pool], last_pages: Sequence[int | None], keys: Sequence[str]) -> None:
         self._pools, self._last_pages, self._keys = pools, last_pages, keys
-        self._present = [pool.door.present(keys) for pool in pools]
+        first = pools[0].door.present(keys)
+        end = first.index(False) if False in first else len(first)
+        # What is behind the first pool's beginning is of no use. And a store without an index asks for a few pages of a
+        # query alone, its last one among them: that is where a state is.
+        behind = [False] * (len(keys) - end)
+        self._present = [first, *(pool.door.present(keys[:end]) + behind for pool in pools[1:])]
 
     def lengths(self, *, at_most: int) -> list[int]:
         """The lengths that all pools can restore, ascending."""

@@ -24,6 +24,8 @@ from kvstore.client.pages import name_of_page
 from kvstore.errors import Unavailable
 from kvstore.model.keys import RecordKey
 from kvstore.runtime.deadline import Deadline
+from kvstore.testing.serve import Service
+from kvstore.testing.servers import CephRgw
 from kvstore.testing.waiting import eventually
 from tests.connector.support.hicache import ROOT, HostPool, StatePool, find_sglang, hicache
 from tests.connector.support.service import DirectoryService
@@ -327,6 +329,28 @@ def test_no_pool_is_reported_beyond_the_shortest(sglang: SimpleNamespace, make: 
     answer = reader.batch_get_v2([transfer(sglang, "mamba", [keys[3]], last=True, slots=target.slots(9))])
     assert answer["mamba"] == [True]
     assert holds(target, [9], state, [3])
+
+
+@pytest.mark.servers
+def test_a_state_at_the_end_of_what_is_stored_is_found_without_an_index(
+    sglang: SimpleNamespace, make: Make, tmp_path: Path, shared_rgw: CephRgw
+) -> None:
+    """S3 alone, where a lookup asks for some pages of a prompt: a state behind 50 of its 300 pages is one of them."""
+    source, keys = filled(50)
+    state, prompt = StatePool(), [*keys, *(f"new {number}" for number in range(250))]
+    shared_rgw.create_bucket("states")
+    flags = {"hot": "memory:", "cold": "s3://states/pages", "memory_bytes": "64MiB"}
+    with Service(tmp_path, flags, name="of-s3", environment=shared_rgw.environment) as service:
+        writer = make(source, more={"mamba": state}, extra={"url": service.url})
+        assert all(writer.batch_set_v1(keys, source.slots(*range(50))))
+        given = transfer(sglang, "mamba", keys[-1:], last=True, slots=state.slots(1))
+        assert writer.batch_set_v2([given])["mamba"] == [True]
+        service.settle()
+        service.stop()
+        service.start()
+        reader = make(HostPool(), more={"mamba": StatePool()}, extra={"url": service.url})
+        found = reader.batch_exists_v2(prompt, [transfer(sglang, "mamba", prompt[-1:], last=True)])
+        assert (found.kv_hit_pages, found.restorable_prefix_pages) == (50, [50])
 
 
 def _is_connected(store: BlockingStore) -> bool:
