@@ -48,6 +48,7 @@ from kvstore.wire.messages import SAVE_PLACES_MAX
 _log = logging.getLogger(__name__)
 
 Value = TypeVar("Value")
+Item = TypeVar("Item")
 _IN_FLIGHT, _IN_FLIGHT_BYTES = 12, 256 << 20
 """Pages that one call reads at a time."""
 _TOGETHER_BYTES, _WRITES_AT_ONCE = 8 << 20, 3
@@ -415,19 +416,17 @@ class PageDoor:
             for index, target in zip(self._slices, self._shares(pages[at]), strict=True)
         ]
         page_bytes = max((sum(piece.nbytes for piece in page) for page in pages), default=0)
-        turn = _turns(_IN_FLIGHT, page_bytes)
-
-        async def read_one(record: LeasedRecord, key: RecordKey, target: Views, field: str) -> bool:
-            async with turn:
-                return await self._read_record(call, record, key, target, field)
 
         try:
             records = await call.store.load_many(lease, [key for key, _, _ in wanted], deadline=call.deadline)
         except (Unavailable, NamespaceNotOpen) as error:  # the lease has ended
             _log.debug("pages that were staged were not read: %s", error)
             return 0
-        was_read = await gather_all(read_one(record, *one) for record, one in zip(records, wanted, strict=True))
-        first_lost = was_read.index(False) if False in was_read else len(was_read)
+        reads = list(zip(records, wanted, strict=True))
+        was_read = await _in_turns(
+            reads, _at_once(_IN_FLIGHT, page_bytes), call.deadline, lambda one: self._read_record(call, one[0], *one[1])
+        )
+        first_lost = next((at for at, done in enumerate(was_read) if not done), len(was_read))
         return first_lost // len(self._slices)
 
     async def _read_record(self, call: _Call, record: LeasedRecord, key: RecordKey, target: Views, field: str) -> bool:
@@ -461,13 +460,10 @@ class PageDoor:
         ]
         parts = _parts(writes)
         part_bytes = max((sum(write.num_bytes for write in part) for part in parts), default=0)
-        turn = _turns(_WRITES_AT_ONCE, part_bytes)
-
-        async def write(together: Sequence[_Write]) -> list[bool]:
-            async with turn:
-                return await self._write_together(call, together)
-
-        written = [one for part in await gather_all(map(write, parts)) for one in part]
+        outcomes = await _in_turns(
+            parts, _at_once(_WRITES_AT_ONCE, part_bytes), call.deadline, lambda part: self._write_together(call, part)
+        )
+        written = [one for part, done in zip(parts, outcomes, strict=True) for one in done or [False] * len(part)]
         lost = {write.page for write, was_written in zip(writes, written, strict=True) if not was_written}
         return [at not in lost for at in range(len(pages))]
 
@@ -564,9 +560,29 @@ def _boundaries(keys: Sequence[PageKey], page_tokens: int, after: PageKey | None
     return boundaries
 
 
-def _turns(most: int, item_bytes: int) -> asyncio.Semaphore:
-    """Lets some items be in memory of ours at a time: at most `most`, and fewer large ones."""
-    return asyncio.Semaphore(max(1, min(most, _IN_FLIGHT_BYTES // max(1, item_bytes))))
+def _at_once(most: int, item_bytes: int) -> int:
+    """How many items may be in memory of ours at a time: at most `most`, and fewer large ones."""
+    return max(1, min(most, _IN_FLIGHT_BYTES // max(1, item_bytes)))
+
+
+async def _in_turns(
+    items: Sequence[Item], at_once: int, deadline: Deadline, work: Callable[[Item], Coroutine[Any, Any, Value]]
+) -> list[Value | None]:
+    """The result of `work` for each item, `at_once` of them at a time; `None`: it had not begun at the deadline.
+
+    A task for each item would be simpler: 10,000 of them take longer to end than a caller waits behind its deadline.
+    """
+    results: list[Value | None] = [None] * len(items)
+    rest = iter(range(len(items)))
+
+    async def take_turns() -> None:
+        for at in rest:
+            if deadline.expired:
+                return
+            results[at] = await work(items[at])
+
+    await gather_all(take_turns() for _ in range(min(at_once, len(items))))
+    return results
 
 
 def _renumbered(boundaries: Sequence[Boundary], page_tokens: int) -> list[Boundary]:

@@ -141,6 +141,24 @@ def test_arguments_that_take_long_to_check_count(store: BlockingStore) -> None:
     door.close()
 
 
+def test_a_call_of_many_pages_is_a_few_tasks(store: BlockingStore) -> None:
+    """One for each page takes longer to end than a caller waits behind its deadline: what was done would be lost."""
+    num_tasks: list[int] = []
+
+    class Counting(CodecPool):
+        async def run(self, num_bytes, work, *, deadline):  # type: ignore[no-untyped-def] # as of its base
+            num_tasks.append(len(asyncio.all_tasks()))
+            return await super().run(num_bytes, work, deadline=deadline)
+
+    pool = Counting(num_threads=2, limit_bytes=1 << 20)
+    door, keys = PageDoor(store, DESCRIPTION, timeout_s=60, pool=pool), [f"k{number}" for number in range(1500)]
+    assert all(door.write_from(keys, [[b"page"]] * len(keys)))
+    assert door.read_into(keys, [[bytearray(4)] for _ in keys]) == len(keys)
+    assert max(num_tasks) < 300
+    door.close()
+    pool.close()
+
+
 def test_an_outage_and_its_end(service: ServiceProcess, store: BlockingStore) -> None:
     """Calls fail at once while the service is away; afterwards the door goes on, though its leases are gone."""
     door = PageDoor(store, DESCRIPTION, timeout_s=2)
