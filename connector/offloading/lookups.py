@@ -62,6 +62,12 @@ class Request:
         if tokens is not None:
             self.place[key], self.at[group_of(key), tokens] = tokens, key
 
+    def note_new(self, keys: Sequence[Key], place_of: Callable[[Key], int | None]) -> None:
+        """Note where chunks end of which that is not known: of a load, which may be of thousands, it is."""
+        for key in keys:
+            if key not in self.place:
+                self.note(key, place_of(key))
+
     def by_group(self, keys: Sequence[Key]) -> dict[int, list[int]]:
         """For each group the indexes of its keys, by place: the scheduler looks windows up from their end."""
         found: dict[int, list[int]] = {}
@@ -89,12 +95,12 @@ class Lookups:
 
     Args:
         timeout_s: A chunk whose answer takes longer is a miss.
-        count_miss: Called with the reason of each miss.
+        count_misses: Called with the reason of misses and their number.
     """
 
-    def __init__(self, timeout_s: float, count_miss: Callable[[str], None]) -> None:
+    def __init__(self, timeout_s: float, count_misses: Callable[[str, int], None]) -> None:
         self._timeout_s = timeout_s
-        self._count_miss = count_miss
+        self._count_misses = count_misses
         self._requests: dict[str, Request] = {}
         self._unsent: list[Request] = []
         self._threads = ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="kvstore-lookup")
@@ -121,9 +127,8 @@ class Lookups:
 
     def refuse(self, request: Request, keys: Sequence[Key], reason: str) -> None:
         """Note that chunks cannot be loaded: each is a miss for this request, or vLLM would try it for ever."""
-        for key in keys:
-            request.verdicts[key] = False
-            self._count_miss(reason)
+        request.verdicts.update(dict.fromkeys(keys, False))
+        self._count_misses(reason, len(keys))
 
     def send(self, doors: Doors) -> None:
         """Have the threads ask about all new chunks, at the end of a scheduler's step."""
@@ -144,11 +149,9 @@ class Lookups:
 
     def _take(self, request: Request, answer: Answer) -> None:
         verdicts = request.verdicts
-        for key, found in zip(answer.keys, answer.found, strict=True):
-            if verdicts[key] is None and found:
-                verdicts[key] = True
-            elif verdicts[key] is None:
-                self.refuse(request, [key], answer.reason)
+        told = {key: found for key, found in zip(answer.keys, answer.found, strict=True) if verdicts[key] is None}
+        verdicts.update(told)
+        self._count_misses(answer.reason, len(told) - sum(told.values()))
 
     # on the threads
 

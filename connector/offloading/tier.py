@@ -104,7 +104,7 @@ class KVStoreTier(SecondaryTierManager):
         self._errors_counted = 0
         self._store = read.connect(f"vllm offloading, pid {os.getpid()}", read.read_token(), saves=True)
         self._threads = CodecPool(num_threads=_CODEC_THREADS, limit_bytes=_CODEC_BYTES)
-        self._lookups = Lookups(read.lookup_timeout_ms / 1000, lambda reason: self._misses.update((reason,)))
+        self._lookups = Lookups(read.lookup_timeout_ms / 1000, lambda why, num: self._misses.update({why: num}))
         self._transfers = Transfers(primary_kv_view, read.max_wait_ms / 1000)
         self._engine: Engine | None = None
         try:
@@ -177,8 +177,7 @@ class KVStoreTier(SecondaryTierManager):
 
     @guarded(fallback=False)
     def _start(self, job: Job, context: ReqContext) -> bool:
-        for key in job.keys:
-            job.request.note(key, context.get_offload_key_position(cast(Any, key)))
+        job.request.note_new(job.keys, lambda key: context.get_offload_key_position(cast(Any, key)))
         self._transfers.submit(job, self._doors)
         return True
 
@@ -245,7 +244,8 @@ class KVStoreTier(SecondaryTierManager):
     def get_stats(self) -> OffloadingConnectorStats | None:
         stats = OffloadingConnectorStats()
         for reason, count in self._misses.items():
-            stats.increase_counter(_MISSES, count, (reason,))
+            if count:
+                stats.increase_counter(_MISSES, count, (reason,))
         for labels, count in self._chunks.items():
             if count:
                 stats.increase_counter(_CHUNKS, count, labels)

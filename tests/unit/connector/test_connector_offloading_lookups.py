@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any, cast
 
-from connector.offloading.lookups import Lookups
+from connector.offloading.lookups import Lookups, Request
 from kvstore.testing.waiting import eventually
 
 KEYS = [f"chunk {at}".encode() + bytes(4) for at in range(2)]
@@ -35,8 +36,8 @@ def test_an_answer_that_came_in_time_counts_after_a_long_step(monkeypatch: Any) 
     door, now_s = Door(), [time.monotonic()]
     clock = SimpleNamespace(monotonic_s=lambda: now_s[0])
     monkeypatch.setattr("connector.offloading.lookups.SYSTEM_CLOCK", clock)
-    missed: list[str] = []
-    lookups = Lookups(TIMEOUT_S, missed.append)
+    missed = Counter[str]()
+    lookups = Lookups(TIMEOUT_S, lambda reason, num: missed.update({reason: num}))
     requests = [lookups.request(name) for name in ("first", "second")]
     for request, key in zip(requests, KEYS, strict=True):
         request.note(key, 16)
@@ -45,16 +46,37 @@ def test_an_answer_that_came_in_time_counts_after_a_long_step(monkeypatch: Any) 
     eventually(lambda: len(door.reported) == 2)
     now_s[0] += 2 * TIMEOUT_S
     assert [lookups.lookup(request, key) for request, key in zip(requests, KEYS, strict=True)] == [True, True]
-    assert not missed
+    assert not missed.total()
+    lookups.close()
+
+
+def test_a_load_asks_for_no_place_again() -> None:
+    """The scheduler waits while a load is submitted, and each of its chunks was looked up before."""
+    request, asked = Request("r"), list[bytes]()
+    request.note(KEYS[0], 16)
+    request.note_new(KEYS, lambda key: asked.append(key) or 32)  # type: ignore[func-returns-value]
+    assert asked == KEYS[1:] and request.place == {KEYS[0]: 16, KEYS[1]: 32}
+
+
+def test_the_misses_of_an_answer_are_counted_at_once() -> None:
+    """A prompt has thousands of chunks, and the scheduler waits while they are counted."""
+    counted: list[tuple[str, int]] = []
+    lookups = Lookups(TIMEOUT_S, lambda reason, num: counted.append((reason, num)))
+    request = lookups.request("r")
+    for key in KEYS:
+        assert lookups.lookup(request, key) is None
+    lookups.send({})
+    eventually(lambda: lookups.lookup(request, KEYS[0]) is False)
+    assert lookups.lookup(request, KEYS[1]) is False and counted == [("engine_not_cached", 2)]
     lookups.close()
 
 
 def test_what_is_not_answered_in_time_is_a_miss() -> None:
     """No answer comes at all: the chunk is a miss for this request, and stays one."""
-    missed: list[str] = []
-    lookups = Lookups(0.0, missed.append)
+    missed = Counter[str]()
+    lookups = Lookups(0.0, lambda reason, num: missed.update({reason: num}))
     request = lookups.request("r")
     assert lookups.lookup(request, KEYS[0]) is None
     assert [lookups.lookup(request, KEYS[0]) for _ in range(2)] == [False, False]
-    assert missed == ["lookup_timeout"]
+    assert missed == {"lookup_timeout": 1}
     lookups.close()
