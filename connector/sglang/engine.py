@@ -31,6 +31,9 @@ class Engine:
         model_path: A folder or a name of a model hub.
         load_format: How SGLang reads the weights.
         draft_path: The same of a draft model; `None`: there is none.
+        revision: Of a model of a hub; `None`: its main one.
+        draft_revision: The same of the draft model.
+        download_dir: Where weights of a hub's models are first looked for; `None`: in the hub's own cache alone.
         settings: Those of `_SETTINGS` that are set, as text.
         scales_path: A file with scales of the cache; `None`: there is none.
         has_adapters: Adapters may be used. SGLang's page keys name them and do not tell their content.
@@ -43,6 +46,9 @@ class Engine:
     settings: Mapping[str, str] = field(default_factory=dict)
     scales_path: str | None = None
     has_adapters: bool = False
+    revision: str | None = None
+    draft_revision: str | None = None
+    download_dir: str | None = None
 
 
 def read_engine() -> Engine:
@@ -64,6 +70,9 @@ def read_engine() -> Engine:
         settings={name: str(value) for name, value in found.items() if value is not None},
         scales_path=getattr(arguments, "quantization_param_path", None),
         has_adapters=bool(getattr(arguments, "enable_lora", False) or getattr(arguments, "lora_paths", None)),
+        revision=getattr(arguments, "revision", None),
+        draft_revision=getattr(arguments, "speculative_draft_model_revision", None),
+        download_dir=getattr(arguments, "download_dir", None),
     )
 
 
@@ -111,9 +120,11 @@ def identify_weights(engine: Engine, weights_id: str | None, cache_folder: Path)
     fields = {"weights_id": weights_id or "", "architecture": ""}
     if weights_id is None:
         cache_folder.mkdir(parents=True, exist_ok=True)
-        folder = model_folder(engine.model_path)
-        drafts = [str(model_folder(engine.draft_path))] if engine.draft_path is not None else []
-        paths = [str(folder), *drafts]
+        models = [(engine.model_path, engine.revision)]
+        if engine.draft_path is not None:
+            models.append((engine.draft_path, engine.draft_revision))
+        folder, *draft = [model_folder(*model) for model in models]  # a folder for downloads holds weights alone
+        paths = [str(model_folder(*model, engine.download_dir)) for model in models]
         before = stamp_weights(paths, engine.load_format)
         with (cache_folder / "weights.lock").open("ab") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
@@ -123,6 +134,8 @@ def identify_weights(engine: Engine, weights_id: str | None, cache_folder: Path)
             raise InvalidRequest("the weight files changed while they were read: restart the engine", paths=paths)
         fields["architecture"] = _architecture(folder / _CONFIGS[0])
         fields["model_config_id"] = digest_files((folder / name for name in _CONFIGS), folder)
+        if draft:
+            fields["draft_config_id"] = digest_files((draft[0] / name for name in _CONFIGS), draft[0])
         if engine.settings.get("trust_remote_code") == "True":
             fields["code_id"] = digest_files(folder.rglob("*.py"), folder)
     if engine.scales_path is not None:
@@ -131,21 +144,33 @@ def identify_weights(engine: Engine, weights_id: str | None, cache_folder: Path)
     return fields
 
 
-def model_folder(model_path: str) -> Path:
+def model_folder(model_path: str, revision: str | None = None, download_dir: str | None = None) -> Path:
     """The folder, or the one file, of a model that was loaded from a folder or from the local copy of a hub.
+
+    Args:
+        revision: Of a model of a hub; `None`: its main one.
+        download_dir: Looked into before the hub's own cache, as SGLang does.
 
     Raises:
         InvalidRequest: It is not on this machine.
     """
     if Path(model_path).exists():
         return Path(model_path)
-    try:
-        hub: Any = importlib.import_module("huggingface_hub")
-        return Path(hub.snapshot_download(model_path, local_files_only=True))
-    except (ImportError, OSError, ValueError) as error:
-        raise InvalidRequest(
-            "found no folder with the model's files; set weights_id", field="weights_id", model=model_path
-        ) from error
+    failure: Exception | None = None
+    for cache_dir in [download_dir, None] if download_dir else [None]:
+        try:
+            hub: Any = importlib.import_module("huggingface_hub")
+            return Path(
+                hub.snapshot_download(model_path, revision=revision, cache_dir=cache_dir, local_files_only=True)
+            )
+        except (ImportError, OSError, ValueError) as error:
+            failure = error
+    raise InvalidRequest(
+        "found no folder with the model's files; set weights_id",
+        field="weights_id",
+        model=model_path,
+        revision=revision,
+    ) from failure
 
 
 def _architecture(config: Path) -> str:

@@ -9,8 +9,10 @@ import os
 import resource
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
+from huggingface_hub import constants
 
 from connector import weights
 from connector.prefix_hash import AdapterRequest, UncacheableContent
@@ -221,6 +223,35 @@ def test_weights_of_sglang_that_are_replaced_have_no_id(
     monkeypatch.setattr("connector.sglang.engine.digest_model", digest_others)
     with pytest.raises(InvalidRequest, match="changed while they were read"):
         identify_weights(sglang, None, cache)
+
+
+def test_revisions_of_a_hub_are_other_weights_of_sglang(
+    tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SGLang was started with one of two revisions that are on this machine, or with a folder for downloads, which has
+    weights of another one and no configuration: none is taken for another."""
+    hub, downloads = tmp_path / "hub" / "models--some--model", tmp_path / "downloads" / "models--some--model"
+    for place, commit, content in ((hub, "a", b"1"), (hub, "b", b"2"), (downloads, "a", b"3")):
+        folder(place / "snapshots" / (commit * 40), {"a.safetensors": content})
+        (place / "refs").mkdir(exist_ok=True)
+        (place / "refs" / "main").write_text("a" * 40)
+    for commit, content in (("a", "{}"), ("b", '{"rope_theta": 2}')):
+        (hub / "snapshots" / (commit * 40) / "config.json").write_text(content)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(hub.parent))
+
+    def found(**engine: Any) -> tuple[str, ...]:
+        fields = identify_weights(Engine("0.5.23", "some/model", draft_path="some/model", **engine), None, cache)
+        names = ("weights_id", "model_config_id", "draft_weights_id", "draft_config_id")
+        return tuple(fields[name] for name in names)
+
+    main, other = found(), found(revision="b" * 40, draft_revision="b" * 40)
+    assert found(revision="main") == main and not set(main) & set(other)
+    assert found(draft_revision="b" * 40) == main[:2] + other[2:]
+    downloaded = found(download_dir=str(downloads.parent))
+    assert downloaded[1::2] == main[1::2] and downloaded[0] not in (main[0], other[0])
+    assert found(revision="b" * 40, draft_revision="b" * 40, download_dir=str(downloads.parent)) == other
+    with pytest.raises(InvalidRequest, match="set weights_id"):
+        found(revision="c" * 40)
 
 
 @pytest.mark.parametrize("content", [{}, {"config.json": b"{}"}, None])
