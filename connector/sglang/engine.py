@@ -34,6 +34,7 @@ class Engine:
         revision: Of a model of a hub; `None`: its main one.
         draft_revision: The same of the draft model.
         download_dir: Where weights of a hub's models are first looked for; `None`: in the hub's own cache alone.
+        hub: The package of the hub. A name may stand for two models on two hubs.
         settings: Those of `_SETTINGS` that are set, as text.
         scales_path: A file with scales of the cache; `None`: there is none.
         has_adapters: Adapters may be used. SGLang's page keys name them and do not tell their content.
@@ -49,6 +50,7 @@ class Engine:
     revision: str | None = None
     draft_revision: str | None = None
     download_dir: str | None = None
+    hub: str = "huggingface_hub"
 
 
 def read_engine() -> Engine:
@@ -73,6 +75,7 @@ def read_engine() -> Engine:
         revision=getattr(arguments, "revision", None),
         draft_revision=getattr(arguments, "speculative_draft_model_revision", None),
         download_dir=getattr(arguments, "download_dir", None),
+        hub=find_hub(),
     )
 
 
@@ -86,6 +89,15 @@ def release() -> str:
         return str(importlib.import_module("sglang.version").__version__)
     except (ImportError, AttributeError):
         raise InvalidRequest("the package sglang does not tell its release") from None
+
+
+def find_hub() -> str:
+    """The package of the hub that SGLang uses."""
+    try:
+        uses_other = importlib.import_module("sglang.srt.environ").envs.SGLANG_USE_MODELSCOPE.get()
+    except (ImportError, AttributeError):
+        uses_other = False
+    return "modelscope" if uses_other else "huggingface_hub"
 
 
 def _server_arguments() -> Any:
@@ -123,8 +135,9 @@ def identify_weights(engine: Engine, weights_id: str | None, cache_folder: Path)
         models = [(engine.model_path, engine.revision)]
         if engine.draft_path is not None:
             models.append((engine.draft_path, engine.draft_revision))
-        folder, *draft = [model_folder(*model) for model in models]  # a folder for downloads holds weights alone
-        paths = [str(model_folder(*model, engine.download_dir)) for model in models]
+        # a folder for downloads holds weights alone
+        folder, *draft = [model_folder(*model, None, engine.hub) for model in models]
+        paths = [str(model_folder(*model, engine.download_dir, engine.hub)) for model in models]
         before = stamp_weights(paths, engine.load_format)
         with (cache_folder / "weights.lock").open("ab") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
@@ -144,12 +157,13 @@ def identify_weights(engine: Engine, weights_id: str | None, cache_folder: Path)
     return fields
 
 
-def model_folder(model_path: str, revision: str | None = None, download_dir: str | None = None) -> Path:
+def model_folder(model_path: str, revision: str | None, download_dir: str | None, hub: str) -> Path:
     """The folder, or the one file, of a model that was loaded from a folder or from the local copy of a hub.
 
     Args:
         revision: Of a model of a hub; `None`: its main one.
         download_dir: Looked into before the hub's own cache, as SGLang does.
+        hub: The package of the hub.
 
     Raises:
         InvalidRequest: It is not on this machine.
@@ -159,9 +173,9 @@ def model_folder(model_path: str, revision: str | None = None, download_dir: str
     failure: Exception | None = None
     for cache_dir in [download_dir, None] if download_dir else [None]:
         try:
-            hub: Any = importlib.import_module("huggingface_hub")
+            client: Any = importlib.import_module(hub)
             return Path(
-                hub.snapshot_download(model_path, revision=revision, cache_dir=cache_dir, local_files_only=True)
+                client.snapshot_download(model_path, revision=revision, cache_dir=cache_dir, local_files_only=True)
             )
         except (ImportError, OSError, ValueError) as error:
             failure = error

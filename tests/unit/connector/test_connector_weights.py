@@ -7,8 +7,10 @@ import hashlib
 import json
 import os
 import resource
+import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,7 +18,7 @@ from huggingface_hub import constants
 
 from connector import weights
 from connector.prefix_hash import AdapterRequest, UncacheableContent
-from connector.sglang.engine import Engine, identify_weights
+from connector.sglang.engine import Engine, find_hub, identify_weights
 from connector.weights import (
     Adapters,
     are_unchanged,
@@ -252,6 +254,26 @@ def test_revisions_of_a_hub_are_other_weights_of_sglang(
     assert found(revision="b" * 40, draft_revision="b" * 40, download_dir=str(downloads.parent)) == other
     with pytest.raises(InvalidRequest, match="set weights_id"):
         found(revision="c" * 40)
+
+
+def test_the_other_hub_has_other_weights_of_sglang(
+    tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With SGLANG_USE_MODELSCOPE a name never stands for what another hub's cache holds under it."""
+    place, paths = tmp_path / "hub" / "models--some--model", [folder(tmp_path / "other", {"a.safetensors": b"2"})]
+    paths.append(folder(place / "snapshots" / ("a" * 40), {"a.safetensors": b"1"}))
+    (place / "refs").mkdir()
+    (place / "refs" / "main").write_text("a" * 40)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    client = SimpleNamespace(snapshot_download=lambda name, **_: str(paths[0]))
+    monkeypatch.setitem(sys.modules, "modelscope", client)
+    found = []
+    for uses_other in (True, False):
+        variable = SimpleNamespace(get=lambda value=uses_other: value)
+        envs = SimpleNamespace(envs=SimpleNamespace(SGLANG_USE_MODELSCOPE=variable))
+        monkeypatch.setitem(sys.modules, "sglang.srt.environ", envs)
+        found.append(identify_weights(Engine("0.5.23", "some/model", hub=find_hub()), None, cache)["weights_id"])
+    assert found == [digest(path, cache) for path in paths]
 
 
 @pytest.mark.parametrize("content", [{}, {"config.json": b"{}"}, None])
