@@ -17,9 +17,18 @@ _SETTINGS = (
     *("dtype", "quantization", "kv_cache_dtype", "json_model_override_args", "model_impl", "context_length"),
     *("attention_backend", "prefill_attention_backend", "decode_attention_backend", "page_size"),
     *("speculative_algorithm", "speculative_draft_kv_cache_dtype", "trust_remote_code"),
+    # what rounds weights, activations or states otherwise than the model's files say
+    *("rl_quant_profile", "modelopt_quant", "model_loader_extra_config", "speculative_draft_model_quantization"),
+    *("enable_quant_communications", "deepep_dispatcher_output_dtype", "enable_w4a4_mxfp4_megamoe", "mamba_ssm_dtype"),
+    *("flashinfer_mxfp4_moe_precision", "rl_on_policy_target", "dllm_algorithm", "mm_process_config"),
 )
 """Settings of SGLang that a namespace holds, also those that change no byte of most models' caches."""
 _CONFIGS = ("config.json", "params.json", "hf_quant_config.json", "quant_config.json", "quantize_config.json")
+_OTHER_FILES = (
+    *("kt_weight_path", "modelopt_checkpoint_restore_path", "decrypted_config_file", "decrypted_draft_config_file"),
+    *("uno_lora_path", "dllm_algorithm_config"),
+)
+"""Settings of SGLang that name weights or configurations beside those of the model's folder."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +44,7 @@ class Engine:
         draft_revision: The same of the draft model.
         download_dir: Where weights of a hub's models are first looked for; `None`: in the hub's own cache alone.
         hub: The package of the hub. A name may stand for two models on two hubs.
+        other_files: The settings that name files beside those of the models.
         settings: Those of `_SETTINGS` that are set, as text.
         scales_path: A file with scales of the cache; `None`: there is none.
         has_adapters: Adapters may be used. SGLang's page keys name them and do not tell their content.
@@ -51,6 +61,7 @@ class Engine:
     draft_revision: str | None = None
     download_dir: str | None = None
     hub: str = "huggingface_hub"
+    other_files: tuple[str, ...] = ()
 
 
 def read_engine() -> Engine:
@@ -76,6 +87,7 @@ def read_engine() -> Engine:
         draft_revision=getattr(arguments, "speculative_draft_model_revision", None),
         download_dir=getattr(arguments, "download_dir", None),
         hub=find_hub(),
+        other_files=tuple(name for name in _OTHER_FILES if getattr(arguments, name, None)),
     )
 
 
@@ -131,6 +143,8 @@ def identify_weights(engine: Engine, weights_id: str | None, cache_folder: Path)
     """
     fields = {"weights_id": weights_id or "", "architecture": ""}
     if weights_id is None:
+        if engine.other_files:
+            raise InvalidRequest("not all files of the model are known; set weights_id", seen=engine.other_files)
         cache_folder.mkdir(parents=True, exist_ok=True)
         models = [(engine.model_path, engine.revision)]
         if engine.draft_path is not None:

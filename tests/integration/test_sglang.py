@@ -154,7 +154,7 @@ def test_engines_that_would_misread_each_other_never_meet(
     assert make(HostPool(**kind), **rank).batch_exists(keys) == 0
 
 
-@pytest.mark.parametrize("name", ["kv_cache_dtype", "quantization", "json_model_override_args"])
+@pytest.mark.parametrize("name", ["kv_cache_dtype", "quantization", "rl_quant_profile"])
 def test_settings_of_the_engine_are_told_apart(make: Make, arguments: SimpleNamespace, name: str) -> None:
     """The same weights with another setting that changes the cache are another namespace."""
     source, keys = filled(2)

@@ -18,7 +18,7 @@ from huggingface_hub import constants
 
 from connector import weights
 from connector.prefix_hash import AdapterRequest, UncacheableContent
-from connector.sglang.engine import Engine, find_hub, identify_weights
+from connector.sglang.engine import Engine, find_hub, identify_weights, read_engine
 from connector.weights import (
     Adapters,
     are_unchanged,
@@ -254,6 +254,19 @@ def test_revisions_of_a_hub_are_other_weights_of_sglang(
     assert found(revision="b" * 40, draft_revision="b" * 40, download_dir=str(downloads.parent)) == other
     with pytest.raises(InvalidRequest, match="set weights_id"):
         found(revision="c" * 40)
+
+
+def test_other_files_of_sglang_ask_for_an_id(tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """SGLang reads some of its weights elsewhere: equal files in the model's folder say nothing of them."""
+    arguments = SimpleNamespace(model_path=str(folder(tmp_path / "model")), kt_weight_path="/elsewhere")
+    context = SimpleNamespace(get_server_args=lambda: arguments)
+    monkeypatch.setitem(sys.modules, "sglang.srt.runtime_context", context)
+    monkeypatch.setitem(sys.modules, "sglang.version", SimpleNamespace(__version__="0.5.23"))
+    with pytest.raises(InvalidRequest, match=r"set weights_id.*kt_weight_path"):
+        identify_weights(read_engine(), None, cache)
+    assert identify_weights(read_engine(), "mine", cache)["weights_id"] == "mine"
+    arguments.kt_weight_path = None
+    assert identify_weights(read_engine(), None, cache)["weights_id"] == digest(tmp_path / "model", cache)
 
 
 def test_the_other_hub_has_other_weights_of_sglang(
