@@ -35,6 +35,7 @@ from kvstore.model.keys import NamespaceId
 
 _log = logging.getLogger("sglang.kvstore")
 
+_SETTINGS = (*STORE_SETTINGS, "trust_mm_uuids")
 _SGLANGS = {
     *("backend_name", "module_path", "class_name", "interface_v1", "tp_lcm_size", "hicache_storage_pass_prefix_keys"),
     *("prefetch_threshold", "prefetch_timeout_base", "prefetch_timeout_per_ki_token"),
@@ -86,7 +87,7 @@ class KVStoreHiCache(HiCacheStorage):
         self._config = storage_config
         extra = storage_config.extra_config or {}
         ours = {key: value for key, value in extra.items() if key not in _SGLANGS}
-        self._settings = settings = ConnectorSettings.parse(ours, only=STORE_SETTINGS)
+        self._settings = settings = ConnectorSettings.parse(ours, only=_SETTINGS)
         self._in_place = bool(extra.get("interface_v1", 0))
         self._lock = threading.Lock()
         self._said: set[str] = set()
@@ -274,6 +275,8 @@ class KVStoreHiCache(HiCacheStorage):
         self._weights, engine = weights_now(), read_engine()
         if engine.has_adapters:
             raise InvalidRequest("not cached: SGLang's page keys do not tell the content of adapters")
+        if engine.takes_media and not self._settings.trust_mm_uuids:
+            raise InvalidRequest("not cached: clients may choose the hashes of media; see trust_mm_uuids")
         config = self._config
         return {
             "format": _FORMAT,

@@ -48,6 +48,9 @@ class Engine:
         settings: Those of `_SETTINGS` that are set, as text.
         scales_path: A file with scales of the cache; `None`: there is none.
         has_adapters: Adapters may be used. SGLang's page keys name them and do not tell their content.
+        takes_media: Prompts may have images, video or sound. SGLang's page keys hold a hash of each, which a client may
+            choose: a request may have media that are already processed, with a hash, and with
+            `--trust-mm-content-hashes` any may.
     """
 
     release: str
@@ -57,6 +60,7 @@ class Engine:
     settings: Mapping[str, str] = field(default_factory=dict)
     scales_path: str | None = None
     has_adapters: bool = False
+    takes_media: bool = False
     revision: str | None = None
     draft_revision: str | None = None
     download_dir: str | None = None
@@ -83,6 +87,7 @@ def read_engine() -> Engine:
         settings={name: str(value) for name, value in found.items() if value is not None},
         scales_path=getattr(arguments, "quantization_param_path", None),
         has_adapters=bool(getattr(arguments, "enable_lora", False) or getattr(arguments, "lora_paths", None)),
+        takes_media=_takes_media(),
         revision=getattr(arguments, "revision", None),
         draft_revision=getattr(arguments, "speculative_draft_model_revision", None),
         download_dir=getattr(arguments, "download_dir", None),
@@ -117,6 +122,13 @@ def _server_arguments() -> Any:
         return importlib.import_module("sglang.srt.runtime_context").get_server_args()
     except (ImportError, AttributeError) as error:
         raise InvalidRequest("this release of SGLang does not tell its settings", error=error) from error
+
+
+def _takes_media() -> bool:
+    try:
+        return bool(importlib.import_module("sglang.srt.runtime_context").process_model_config().is_multimodal)
+    except (ImportError, AttributeError) as error:
+        raise InvalidRequest("this release of SGLang does not say if its model takes media") from error
 
 
 def weights_now() -> tuple[str, ...]:

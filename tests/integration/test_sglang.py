@@ -529,6 +529,14 @@ def test_wrong_arguments_are_answered_too(sglang: SimpleNamespace, make: Make) -
     assert backend.batch_exists(keys) == 4
 
 
+def test_media_are_cached_only_where_their_hashes_are_trusted(arguments: SimpleNamespace, make: Make) -> None:
+    """A client that sends processed images chooses their hashes, which page keys hold."""
+    pool, keys = filled(2)
+    arguments.is_multimodal = True
+    assert make(pool).batch_set_v1(keys, pool.slots(0, 1)) == [False, False]
+    assert make(pool, extra={"trust_mm_uuids": True}).batch_set_v1(keys, pool.slots(0, 1)) == [True, True]
+
+
 def test_other_weights_end_the_use(sglang: SimpleNamespace, make: Make) -> None:
     """SGLang is told that its weights changed: nothing is read or written any more."""
     pool, keys = filled(2)

@@ -43,7 +43,7 @@ def hicache(arguments: SimpleNamespace) -> Iterator[SimpleNamespace]:
     """The backend's module and the interface's, for the block.
 
     Args:
-        arguments: What SGLang's `get_server_args` returns.
+        arguments: What SGLang's `get_server_args` returns. `is_multimodal` is one of the model's own configuration.
     """
     before = set(sys.modules)
     real = find_sglang()
@@ -58,6 +58,7 @@ def hicache(arguments: SimpleNamespace) -> Iterator[SimpleNamespace]:
         serving = SimpleNamespace(weight_version="default")
         context.get_server_args, context.get_model = lambda: arguments, lambda: arguments
         context.get_serving = lambda: serving
+        context.process_model_config = lambda: SimpleNamespace(is_multimodal=getattr(arguments, "is_multimodal", False))
         yield SimpleNamespace(
             interface=importlib.import_module(_INTERFACE),
             backend=importlib.import_module("connector.sglang.backend"),

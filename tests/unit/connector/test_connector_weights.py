@@ -259,7 +259,8 @@ def test_revisions_of_a_hub_are_other_weights_of_sglang(
 def test_other_files_of_sglang_ask_for_an_id(tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """SGLang reads some of its weights elsewhere: equal files in the model's folder say nothing of them."""
     arguments = SimpleNamespace(model_path=str(folder(tmp_path / "model")), kt_weight_path="/elsewhere")
-    context = SimpleNamespace(get_server_args=lambda: arguments)
+    model_config = SimpleNamespace(is_multimodal=False)
+    context = SimpleNamespace(get_server_args=lambda: arguments, process_model_config=lambda: model_config)
     monkeypatch.setitem(sys.modules, "sglang.srt.runtime_context", context)
     monkeypatch.setitem(sys.modules, "sglang.version", SimpleNamespace(__version__="0.5.23"))
     with pytest.raises(InvalidRequest, match=r"set weights_id.*kt_weight_path"):
