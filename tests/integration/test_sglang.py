@@ -27,7 +27,7 @@ from kvstore.runtime.deadline import Deadline
 from kvstore.testing.serve import Service
 from kvstore.testing.servers import CephRgw
 from kvstore.testing.waiting import eventually
-from tests.connector.support.hicache import ROOT, HostPool, StatePool, find_sglang, hicache
+from tests.connector.support.hicache import ROOT, HostPool, StatePool, filled, find_sglang, hicache, holds
 from tests.connector.support.service import DirectoryService
 
 WEIGHTS = "weights of the test"
@@ -79,22 +79,6 @@ def settle(backend: Any) -> None:
     """Wait until it knows its weights and has reached the service, or has said why not."""
     assert backend.identified.wait(30)
     backend.exists("nothing")
-
-
-def filled(num_pages: int, seed: int = 0, **kind: Any) -> tuple[HostPool, list[str]]:
-    """A pool whose first pages have contents, and their keys."""
-    pool = HostPool(**kind)
-    for page in range(num_pages):
-        pool.fill(page, seed + page)
-    return pool, [f"{seed}-{page:03}" for page in range(num_pages)]
-
-
-def holds(pool: HostPool, pages: list[int], like: HostPool, theirs: list[int]) -> bool:
-    """Whether these pages of one pool are bit for bit those of another."""
-    return all(
-        torch.equal(pool.content(one).view(torch.uint8), like.content(other).view(torch.uint8))
-        for one, other in zip(pages, theirs, strict=True)
-    )
 
 
 def test_pages_come_back_in_place(make: Make) -> None:

@@ -208,3 +208,19 @@ class StatePool(HostPool):
 
     def get_page_buffer_meta(self, indices: torch.Tensor) -> tuple[list[int], list[int]]:
         raise NotImplementedError
+
+
+def filled(num_pages: int, seed: int = 0, **kind: Any) -> tuple[HostPool, list[str]]:
+    """A pool whose first pages have contents, and their keys."""
+    pool = HostPool(**kind)
+    for page in range(num_pages):
+        pool.fill(page, seed + page)
+    return pool, [f"{seed}-{page:03}" for page in range(num_pages)]
+
+
+def holds(pool: HostPool, pages: list[int], like: HostPool, theirs: list[int]) -> bool:
+    """Whether these pages of one pool are bit for bit those of another."""
+    return all(
+        torch.equal(pool.content(one).view(torch.uint8), like.content(other).view(torch.uint8))
+        for one, other in zip(pages, theirs, strict=True)
+    )
