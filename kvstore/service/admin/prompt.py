@@ -37,6 +37,8 @@ _SPACES = b" \t\r\n"
 """Those of JSON."""
 _NOT_IN_LISTS = b"+-\v\f"
 """What NumPy takes in and around numbers, and JSON does not, or not in front of a token id."""
+_LAST = b",0"
+"""NumPy before 2.3 ends at what it cannot read, with a warning that is not shown: so one more number must come last."""
 _TOKEN_ID_MAX = (1 << 32) - 1
 _PIECE_BYTES = 64 << 10
 _PLAIN_BYTES_MAX = 64 << 10
@@ -347,14 +349,14 @@ def _piece_of_numbers(piece: bytes) -> npt.NDArray[np.uint32] | None:
     if (is_first[:-1] & (text[1:-1] == ord("0")) & is_digit[2:]).any():
         return None
     try:
-        numbers = np.fromstring(piece, dtype=np.int64, sep=",")
+        numbers = np.fromstring(piece + _LAST, dtype=np.int64, sep=",")
     except (ValueError, DeprecationWarning):
         return None
-    if len(numbers) != num_entries:  # NumPy before 2.3 returns what is before an error
+    if len(numbers) != num_entries + 1:
         return None
     if numbers.max() > _TOKEN_ID_MAX:  # NumPy reads larger numbers than 64 bits hold as the largest of them
         return None
-    return numbers.astype(np.uint32)
+    return numbers[:-1].astype(np.uint32)
 
 
 def _one_by_one(piece: bytes, field: str, num_before: int) -> array[int]:
