@@ -125,11 +125,14 @@ async def test_connections_that_are_lost(cluster: RedisCluster, monkeypatch: pyt
     gets = [(slot_of(name), ("GET", name)) for name in names]
     async with nodes_at(cluster.url) as nodes:
         await nodes.run([(slot_of(name), ("SET", name, name)) for name in names], deadline=soon())
-        await asyncio.gather(*(nodes.run(gets, deadline=soon()) for _ in range(2)))  # two connections to each node
+        await asyncio.gather(*(nodes.run(gets, deadline=soon()) for _ in range(12)))  # several connections to each node
         cluster.primaries()[0].ask("CLIENT", "KILL", "TYPE", "normal", "SKIPME", "yes")
         monkeypatch.setattr(Connection, "send_packed_command", count)
         assert await nodes.run(gets, deadline=soon()) == [name.encode() for name in names]
-    assert num_sent < 100
+        assert num_sent < 100
+        cluster.primaries()[0].ask("CLIENT", "KILL", "TYPE", "normal", "SKIPME", "yes")
+        found = await asyncio.gather(*(nodes.one(command, deadline=soon()) for _, command in gets[:12]))
+        assert found == [name.encode() for name in names[:12]]
 
 
 @pytest.mark.parametrize("is_half", [False, True])

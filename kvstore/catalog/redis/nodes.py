@@ -51,9 +51,6 @@ Call = tuple[int, Command]
 _CALLS_MAX = 24
 """Connections in use at a time, over all nodes. A client's pool has a few more, and raises when it is exhausted."""
 
-_CONNECTIONS_LOST_MAX = 3
-"""Until a node of a cluster is lost: all that a client's pool has may have been closed."""
-
 _packed = cast(Callable[[Command], bytes], pack_command)  # its stub allows for one argument only
 _PART_BYTES = 16 << 10
 _TEXTS = {script.sha: script.text for script in ALL}
@@ -153,13 +150,14 @@ class RedisNodes:
         if self._routes is None:
             async with self._calls:
                 return await cast(Awaitable[Any], self.client.execute_command(*command))
-        attempts = Attempts(self._routes, _slot_of(command))
+        attempts, is_again = Attempts(self._routes, _slot_of(command)), False
         while True:
             asked, asking = await attempts.next(asked, reply)
+            parts: list[Command] = [*([("ASKING",)] if asking else []), command]
             try:
-                reply = (await self._exchange(asked, [*([("ASKING",)] if asking else []), command], strict=False))[-1]
+                reply = (await self._exchange(asked, parts, strict=False, is_again=is_again))[-1]
             except ConnectionError as error:
-                reply = error
+                reply, is_again = error, True
             if not is_elsewhere(reply):
                 if isinstance(reply, RedisError):
                     raise reply
@@ -241,10 +239,12 @@ class RedisNodes:
         return [dict(line.split(":", 1) for line in listed if ":" in line) for listed in lines]
 
     async def _on_node(self, node: Any, commands: Sequence[Command]) -> list[Any]:
-        if node is None:
+        try:
             replies = await self._exchange(node, commands, strict=False)
-        else:
-            replies = await self._exchange_with_one_of_several(node, commands)
+        except ConnectionError:
+            if node is None:
+                raise
+            replies = await self._exchange_again(node, commands)
         missing = sorted({str(c[1]) for c, r in zip(commands, replies, strict=True) if isinstance(r, NoScriptError)})
         if missing:
             await self._exchange(node, [("SCRIPT", "LOAD", _TEXTS[sha]) for sha in missing], strict=True)
@@ -260,17 +260,14 @@ class RedisNodes:
             check_reply(commands[index], replies[index])
         return replies
 
-    async def _exchange_with_one_of_several(self, node: Any, commands: Sequence[Command]) -> list[Any]:
-        """With a node of a cluster. If it is lost, each command has that error for a reply, and is then sent by itself
-        to who has its slot. But mostly only connections were: so a lookup's thousands of names are sent at once again.
+    async def _exchange_again(self, node: Any, commands: Sequence[Command]) -> list[Any]:
+        """With a node of a cluster, all at once on a new connection: mostly only connections were lost. If the node is,
+        each command has that error for a reply, and is then sent by itself to who has its slot.
         """
-        lost: ConnectionError | None = None
-        for _ in range(_CONNECTIONS_LOST_MAX):
-            try:
-                return await self._exchange(node, commands, strict=False)
-            except ConnectionError as error:
-                lost = error
-        return [lost] * len(commands)
+        try:
+            return await self._exchange(node, commands, strict=False, is_again=True)
+        except ConnectionError as error:
+            return [error] * len(commands)
 
     async def _repair(self, command: Command, error: ResponseError) -> bool:
         """Remove the damaged keys of a command that was refused. False: none of them is damaged."""
@@ -289,13 +286,18 @@ class RedisNodes:
             _log.warning("%s in Redis is damaged; removed a key key=%s error=%s", self._what, repair[1], text)
         return bool(repairs)
 
-    async def _exchange(self, node: Any, commands: Sequence[Command], *, strict: bool) -> list[Any]:
+    async def _exchange(
+        self, node: Any, commands: Sequence[Command], *, strict: bool, is_again: bool = False
+    ) -> list[Any]:
         """Send all commands and read all replies on one connection; waits until one may be used (`_CALLS_MAX`).
 
         Errors of single commands are returned as replies, or raised if `strict`.
+
+        Args:
+            is_again: A connection was lost: another one is opened, since all that wait for use may be closed too.
         """
         async with self._calls:
-            replies = await self._exchange_now(node, commands)
+            replies = await self._exchange_now(node, commands, is_again=is_again)
         if strict:
             for command, reply in zip(commands, replies, strict=True):
                 if isinstance(reply, RedisError):
@@ -303,11 +305,13 @@ class RedisNodes:
                 check_reply(command, reply)
         return replies
 
-    async def _exchange_now(self, node: Any, commands: Sequence[Command]) -> list[Any]:
+    async def _exchange_now(self, node: Any, commands: Sequence[Command], *, is_again: bool) -> list[Any]:
         pool = cast(Any, self.client).connection_pool if node is None else None
         connection = await pool.get_connection() if pool is not None else node.acquire_connection()
         replies: list[Any] = []
         try:
+            if is_again:
+                await connection.disconnect(nowait=True)
             is_first = True
             for part in _packed_parts(commands):
                 if not (is_first or connection.is_connected):  # redis-py would send the rest on another connection
