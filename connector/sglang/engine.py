@@ -21,6 +21,7 @@ _SETTINGS = (
     *("rl_quant_profile", "modelopt_quant", "model_loader_extra_config", "speculative_draft_model_quantization"),
     *("enable_quant_communications", "deepep_dispatcher_output_dtype", "enable_w4a4_mxfp4_megamoe", "mamba_ssm_dtype"),
     *("flashinfer_mxfp4_moe_precision", "rl_on_policy_target", "dllm_algorithm", "mm_process_config"),
+    "weight_version",  # weights that an engine was sent are in no file
 )
 """Settings of SGLang that a namespace holds, also those that change no byte of most models' caches."""
 _CONFIGS = ("config.json", "params.json", "hf_quant_config.json", "quant_config.json", "quantize_config.json")
@@ -74,25 +75,24 @@ def read_engine() -> Engine:
     Raises:
         InvalidRequest: SGLang has changed, and does not say what is needed.
     """
-    arguments = _server_arguments()
-    found = {name: getattr(arguments, name, None) for name in _SETTINGS}
-    if not getattr(arguments, "model_path", None):
+    given = _settings_in_effect()
+    if not given.get("model_path"):
         raise InvalidRequest("this release of SGLang does not tell its model", release=release())
-    draft = getattr(arguments, "speculative_draft_model_path", None)
+    draft = given.get("speculative_draft_model_path")
     return Engine(
         release=release(),
-        model_path=str(arguments.model_path),
-        load_format=str(getattr(arguments, "load_format", "auto")),
+        model_path=str(given["model_path"]),
+        load_format=str(given.get("load_format", "auto")),
         draft_path=str(draft) if draft else None,
-        settings={name: str(value) for name, value in found.items() if value is not None},
-        scales_path=getattr(arguments, "quantization_param_path", None),
-        has_adapters=bool(getattr(arguments, "enable_lora", False) or getattr(arguments, "lora_paths", None)),
+        settings={name: str(given[name]) for name in _SETTINGS if given.get(name) is not None},
+        scales_path=given.get("quantization_param_path"),
+        has_adapters=bool(given.get("enable_lora") or given.get("lora_paths")),
         takes_media=_takes_media(),
-        revision=getattr(arguments, "revision", None),
-        draft_revision=getattr(arguments, "speculative_draft_model_revision", None),
-        download_dir=getattr(arguments, "download_dir", None),
+        revision=given.get("revision"),
+        draft_revision=given.get("speculative_draft_model_revision"),
+        download_dir=given.get("download_dir"),
         hub=find_hub(),
-        other_files=tuple(name for name in _OTHER_FILES if getattr(arguments, name, None)),
+        other_files=tuple(name for name in _OTHER_FILES if given.get(name)),
     )
 
 
@@ -117,9 +117,13 @@ def find_hub() -> str:
     return "modelscope" if uses_other else "huggingface_hub"
 
 
-def _server_arguments() -> Any:
+def _settings_in_effect() -> Mapping[str, Any]:
+    """SGLang's settings with what it decided on itself, and what was changed since, as when it reads other weights.
+    `get_server_args` has neither.
+    """
     try:
-        return importlib.import_module("sglang.srt.runtime_context").get_server_args()
+        context = importlib.import_module("sglang.srt.runtime_context").get_context()
+        return dict(context.resolved_server_args_dict())
     except (ImportError, AttributeError) as error:
         raise InvalidRequest("this release of SGLang does not tell its settings", error=error) from error
 

@@ -533,6 +533,17 @@ def test_other_weights_end_the_use(sglang: SimpleNamespace, make: Make) -> None:
     assert backend.batch_exists(keys) == 0
 
 
+def test_weights_that_were_sent_are_others_when_the_storage_is_attached_again(
+    sglang: SimpleNamespace, make: Make
+) -> None:
+    """They are in no file, so all that tells them apart is their version."""
+    pool, keys = filled(2)
+    assert make(pool).batch_set_v1(keys, pool.slots(0, 1)) == [True, True]
+    assert make(pool).batch_exists(keys) == 2
+    sglang.serving.weight_version = "next"
+    assert make(pool).batch_exists(keys) == 0
+
+
 @pytest.mark.parametrize("wrong", [{"urll": "unix:/x"}, {"url": "nowhere"}, {"mode": "sometimes"}, {"audit_rate": 1}])
 def test_wrong_settings_are_named_at_the_start(make: Make, wrong: dict[str, Any]) -> None:
     """An operator's mistake ends the attachment, with its name."""

@@ -43,7 +43,7 @@ def hicache(arguments: SimpleNamespace) -> Iterator[SimpleNamespace]:
     """The backend's module and the interface's, for the block.
 
     Args:
-        arguments: What SGLang's `get_server_args` returns. `is_multimodal` is one of the model's own configuration.
+        arguments: SGLang's settings in effect. `is_multimodal` is one of the model's own configuration.
     """
     before = set(sys.modules)
     real = find_sglang()
@@ -56,7 +56,8 @@ def hicache(arguments: SimpleNamespace) -> Iterator[SimpleNamespace]:
             vars(_module(_INTERFACE)).update(_stand_in())
         context: Any = _module("sglang.srt.runtime_context")
         serving = SimpleNamespace(weight_version="default")
-        context.get_server_args, context.get_model = lambda: arguments, lambda: arguments
+        in_effect = SimpleNamespace(resolved_server_args_dict=lambda: vars(arguments) | vars(serving))
+        context.get_context, context.get_model = lambda: in_effect, lambda: arguments
         context.get_serving = lambda: serving
         context.process_model_config = lambda: SimpleNamespace(is_multimodal=getattr(arguments, "is_multimodal", False))
         yield SimpleNamespace(

@@ -260,7 +260,8 @@ def test_other_files_of_sglang_ask_for_an_id(tmp_path: Path, cache: Path, monkey
     """SGLang reads some of its weights elsewhere: equal files in the model's folder say nothing of them."""
     arguments = SimpleNamespace(model_path=str(folder(tmp_path / "model")), kt_weight_path="/elsewhere")
     model_config = SimpleNamespace(is_multimodal=False)
-    context = SimpleNamespace(get_server_args=lambda: arguments, process_model_config=lambda: model_config)
+    in_effect = SimpleNamespace(resolved_server_args_dict=lambda: vars(arguments))
+    context = SimpleNamespace(get_context=lambda: in_effect, process_model_config=lambda: model_config)
     monkeypatch.setitem(sys.modules, "sglang.srt.runtime_context", context)
     monkeypatch.setitem(sys.modules, "sglang.version", SimpleNamespace(__version__="0.5.23"))
     with pytest.raises(InvalidRequest, match=r"set weights_id.*kt_weight_path"):
@@ -268,6 +269,20 @@ def test_other_files_of_sglang_ask_for_an_id(tmp_path: Path, cache: Path, monkey
     assert identify_weights(read_engine(), "mine", cache)["weights_id"] == "mine"
     arguments.kt_weight_path = None
     assert identify_weights(read_engine(), None, cache)["weights_id"] == digest(tmp_path / "model", cache)
+
+
+def test_settings_of_sglang_are_those_in_effect(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What it was given stays as it was: it decided on a backend itself, and has read another model's weights since."""
+    given = {"model_path": "/first", "load_format": "auto", "attention_backend": None, "weight_version": "default"}
+    changed = {"model_path": "/second", "load_format": "safetensors", "attention_backend": "fa3", "weight_version": "2"}
+    in_effect = SimpleNamespace(resolved_server_args_dict=lambda: given | changed)
+    context = SimpleNamespace(get_server_args=lambda: SimpleNamespace(**given), get_context=lambda: in_effect)
+    context.process_model_config = lambda: SimpleNamespace(is_multimodal=False)
+    monkeypatch.setitem(sys.modules, "sglang.srt.runtime_context", context)
+    monkeypatch.setitem(sys.modules, "sglang.version", SimpleNamespace(__version__="0.5.23"))
+    engine = read_engine()
+    assert (engine.model_path, engine.load_format) == ("/second", "safetensors")
+    assert engine.settings == {"attention_backend": "fa3", "weight_version": "2"}
 
 
 def test_the_other_hub_has_other_weights_of_sglang(
