@@ -376,7 +376,7 @@ def test_all_doors_use_one_redis(config: Any, tmp_path: Path, seconds: float, te
             for thread in threads:
                 thread.join(seconds + 120)
             assert failed == [] and not any(thread.is_alive() for thread in threads)
-            service_settles(node)
+            service_settles(node, 120 + seconds)  # what Redis has goes on to the directory, and is evicted there
             listed = node.command("ls")["namespaces"]
             assert {one["tenant"]: one["door"].split()[0] for one in listed} == {
                 "offloading": "vllm",
@@ -391,9 +391,9 @@ def test_all_doors_use_one_redis(config: Any, tmp_path: Path, seconds: float, te
     tell(f"three doors, {seconds:.0f} s: {dict(done)}")
 
 
-def service_settles(node: Node) -> None:
+def service_settles(node: Node, patience_s: float) -> None:
     """Wait until each door is within its quota."""
-    ends_s = time.monotonic() + 120
+    ends_s = time.monotonic() + patience_s
     while True:
         held: Counter[str] = Counter()
         for one in node.command("ls")["namespaces"]:
