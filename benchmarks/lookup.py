@@ -295,7 +295,7 @@ async def _round_trips(pool: _CountingPool) -> int:
     """To read entries so far, and to read records, were there any, each command by itself."""
     num_used = pool.num_used
     stats = await Redis(connection_pool=pool).info("commandstats")
-    pool.num_used = num_used
+    pool.num_used = num_used  # without the question itself
     return num_used + sum(int(stats[name]["calls"]) for name in ("cmdstat_strlen", "cmdstat_getrange") if name in stats)
 
 

@@ -81,7 +81,7 @@ def prefix_root(cache_salt: str | None) -> bytes:
 Recall = Callable[[bytes, Callable[[], bytes]], bytes]
 """Takes a digest of all that a result depends on, and a function that computes it. It may return what an earlier call
 with this digest computed; what the function raises is raised, and nothing is kept. The digest is SHA-256: clients
-choose the texts, and lists of token ids can be written that collide in XXH3-128 for one of some 70 secret seeds."""
+choose the texts, and can write some that collide in XXH3-128 for some of its seeds, even if the seed is secret."""
 
 
 def _packed(token_ids: Sequence[int]) -> bytes:

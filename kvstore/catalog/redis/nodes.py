@@ -53,6 +53,7 @@ _CALLS_MAX = 24
 
 _packed = cast(Callable[[Command], bytes], pack_command)  # its stub allows for one argument only
 _PART_BYTES = 16 << 10
+"""At least this much is packed before it is sent."""
 _TEXTS = {script.sha: script.text for script in ALL}
 _NOT_UNDERSTOOD = (ValueError, TypeError, AttributeError, LookupError)
 """Errors of redis-py for replies that it cannot convert."""
@@ -316,7 +317,8 @@ class RedisNodes:
             for part in _packed_parts(commands):
                 if not (is_first or connection.is_connected):  # redis-py would send the rest on another connection
                     raise ConnectionError("the connection was closed while commands were sent")
-                await connection.send_packed_command(part, check_health=is_first)  # it is a command with a reply
+                # redis-py's check sends PING and reads one reply: behind our first part that would be one of ours
+                await connection.send_packed_command(part, check_health=is_first)
                 is_first = False
             # `math.inf` disables redis-py's timer for each reply, which costs more than reading the reply
             while len(replies) < len(commands):

@@ -119,8 +119,8 @@ async def test_a_prompt_as_it_is_written_has_the_boundaries_of_its_ids(num_token
 
 
 def test_texts_cannot_be_written_that_are_taken_for_each_other() -> None:
-    """In XXH3 these two lists of ids collide for one of some 70 seeds: what differs is where a long text meets two
-    parts of its secret that are much alike.
+    """In XXH3 these two lists of ids collide for some seeds: what differs is where a long text meets two parts of its
+    secret that are much alike.
     """
     taken: list[bytes] = []
 
