@@ -170,7 +170,7 @@ class TieredStore(PageStore):
             choice=self._choice,
             catalog=catalog,
         )
-        self._explainer.hints_of = self.hints.explain
+        self._explainer.hints = self.hints
         self._keys: TenantKeys | None = None
         self._closed = False
 

@@ -24,6 +24,8 @@ from kvstore.store.context import StoreContext, StorePart
 from kvstore.store.explain.absence import Absence, AbsenceFinder, Removals
 from kvstore.store.explain.reasons import REASONS, UNKNOWN, counted_as, result_of
 from kvstore.store.explain.reports import Losses, Recent, ReportedLoss, bytes_of
+from kvstore.store.hints.ended_prompts import HINT_NAME, KeptPrompt
+from kvstore.store.hints.hints import Hints
 
 _KEPT = 2048
 """Latest outcomes of each tenant; no tenant displaces those of another, unless all together exceed `_ROOM_BYTES`."""
@@ -97,7 +99,7 @@ class Explainer(StorePart):
 
     Attributes:
         key_reason: Returns why a tenant's keys may cost hits, as a key of `REASONS`; empty: they do not.
-        hints_of: Returns what became of the hints for a request, given its tenant and its id.
+        hints: What became of the hints for a request; `None`: there were none yet.
     """
 
     def __init__(
@@ -121,7 +123,7 @@ class Explainer(StorePart):
         self._losses = Losses(self._room)
         self._recent: dict[str, Recent] = {"": Recent(context.clock)}  # of all, and of each tenant
         self.key_reason: Callable[[str], str] = lambda tenant: ""
-        self.hints_of: Callable[[str, str], Mapping[str, object]] = lambda tenant, request: {}
+        self.hints: Hints | None = None
 
     def name(self, namespace: NamespaceId, name: str) -> None:
         """Note the name that people use for a namespace. Those that were noted last are kept."""
@@ -262,7 +264,7 @@ class Explainer(StorePart):
                 **found.detail,
                 **self._losses.of_request(outcome.tenant, outcome.request),
             },
-            "hints": dict(self.hints_of(outcome.tenant, outcome.request)),
+            "hints": dict(self.hints.explain(outcome.tenant, outcome.request)) if self.hints is not None else {},
         }
 
     async def _find(self, request: str, tenant: str | None) -> ReportedOutcome:
@@ -272,6 +274,9 @@ class Explainer(StorePart):
             async with self._work.turn(PIECE):
                 found += starting_with(kept, request)
         found = [one for one in found if one.outcome.request == request] or found
+        if not found and self.hints is not None and request.startswith(HINT_NAME):
+            with suppress(InvalidRequest):
+                return _hinted(self.hints.prompts.of_request(request, tenant))
         if not found:
             raise InvalidRequest(
                 "unknown request: run `kvstore explain` without an id to list recent ones; a restart clears the list",
@@ -385,6 +390,16 @@ def _summary(reported: ReportedOutcome, tenant: str | None) -> dict[str, object]
         "result": result_of(outcome),
         "reason": reported.reason_for(tenant),
     }
+
+
+def _hinted(kept: KeptPrompt) -> ReportedOutcome:
+    """A prompt that hints named by its tokens, as if it were a request that resumed nothing."""
+    prompt = kept.prompt
+    cap_tokens = prompt.boundaries[-1].tokens if prompt.boundaries else 0
+    outcome = Outcome(
+        prompt.request, prompt.namespace, prompt.prompt_tokens, cap_tokens, 0, 0, "hinted", tenant=prompt.tenant
+    )
+    return ReportedOutcome(outcome, kept.at_ms, kept.number, reason="hinted", operators_reason="hinted")
 
 
 def _time(at_ms: int) -> str:

@@ -25,6 +25,7 @@ REASONS = {
         "the request asked not to be loaded",
         "see its kv_transfer_params, skip_reading_prefix_cache, and prompt_logprobs, which need the whole prompt",
     ),
+    "hinted": Reason("no request: hints by REST named its tokens"),
     "mode": Reason("this engine only saves", 'set "mode" to "both" in kv_connector_extra_config'),
     "audited": Reason("what was found is computed again to be compared, as audit_rate asks"),
     "blended": Reason("its documents were blended, as it asked: its answer is approximate"),

@@ -11,12 +11,15 @@ from operator import attrgetter
 from kvstore.errors import InvalidRequest
 from kvstore.model.prompt_hint import EndedPrompt
 from kvstore.runtime.bounded_map import BoundedMap, SharedRoom, starting_with
+from kvstore.runtime.clock import Clock
 
 _KEPT, _KEPT_BYTES, _ROOM_BYTES = 2048, 16 << 20, 64 << 20
 """Limits: prompts and bytes of each tenant, and bytes of all. A prompt of 131,072 tokens takes about 120 KB."""
 _ENTRY_BYTES, _BOUNDARY_BYTES = 768, 200
 """About what a prompt takes without its boundaries, and what each of these takes."""
 _CANDIDATES_SHOWN = 5
+HINT_NAME = "hint-"
+"""How the names of prompts begin that hints named by their tokens, since no request of an engine did."""
 _NUMBER = attrgetter("number")
 
 
@@ -27,18 +30,21 @@ class KeptPrompt:
     Attributes:
         prompt: As its engine ended it.
         number: Counts the prompts; later ones have higher numbers.
+        at_ms: When it was kept, since the Unix epoch.
         hints: Of each hint what was done; the latest replaces an earlier one.
     """
 
     prompt: EndedPrompt
     number: int
+    at_ms: int
     hints: dict[str, str] = field(default_factory=dict)
 
 
 class EndedPrompts:
     """The latest prompts whose requests have ended, bounded for each tenant. Belongs to one event loop."""
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
         self._room = SharedRoom(_ROOM_BYTES)
         self._of_tenant: dict[str, BoundedMap[str, KeptPrompt]] = {}
         self._numbers = count()
@@ -48,7 +54,7 @@ class EndedPrompts:
         kept = self._of_tenant.get(prompt.tenant)
         if kept is None:
             kept = self._of_tenant[prompt.tenant] = BoundedMap(self._room, _KEPT, _KEPT_BYTES)
-        made = KeptPrompt(prompt, next(self._numbers))
+        made = KeptPrompt(prompt, next(self._numbers), self._clock.wall_ms())
         kept.put(prompt.request, made, _ENTRY_BYTES + _BOUNDARY_BYTES * len(prompt.boundaries))
         return made
 

@@ -23,7 +23,7 @@ from kvstore.runtime.deadline import Deadline
 from kvstore.runtime.sizes import counted
 from kvstore.runtime.turns import PIECE, TenantTasks, with_pauses
 from kvstore.store.context import StoreContext, StorePart
-from kvstore.store.hints.ended_prompts import EndedPrompts, KeptPrompt
+from kvstore.store.hints.ended_prompts import HINT_NAME, EndedPrompts, KeptPrompt
 from kvstore.store.hints.prefetch import Find, Prefetcher
 from kvstore.store.presence import Presence, slices_of
 from kvstore.store.retention.policy_choice import PolicyChoice
@@ -95,7 +95,7 @@ class Hints(StorePart):
         self._catalog = catalog
         self._rates = Latest[str, _Rate](_TENANTS_MAX)
         self._tasks = TenantTasks(context.background, _RUNS_MAX, of_tenant=_ASKED_MAX)
-        self.prompts = EndedPrompts()
+        self.prompts = EndedPrompts(self._clock)
 
     def keep(self, prompt: EndedPrompt) -> KeptPrompt:
         """Keep a prompt; one that no request named gets a name that no engine gives. It does not tell a tenant how many
@@ -103,7 +103,7 @@ class Hints(StorePart):
         """
         prompt = self.trimmed(prompt)
         if not prompt.request:
-            prompt = replace(prompt, request=f"hint-{secrets.token_hex(_NAME_BYTES)}")
+            prompt = replace(prompt, request=f"{HINT_NAME}{secrets.token_hex(_NAME_BYTES)}")
         return self.prompts.add(prompt)
 
     def trimmed(self, prompt: EndedPrompt) -> EndedPrompt:

@@ -162,6 +162,28 @@ async def test_the_name_of_a_hint_does_not_count_those_of_other_tenants(tmp_path
         assert len(set(names)) == 4 and all(re.fullmatch("hint-[0-9a-f]{16}", name) for name in names), names
 
 
+async def test_a_prompt_that_was_hinted_by_its_tokens_is_explained(tmp_path: Path) -> None:
+    """By the name that the answer gave it, with what became of its hints; not for another tenant, and counted as no
+    request."""
+    prompt = Prompt(ATTENTION, "tokens", 64, tenant="blue")
+    async with (
+        open_service(tmp_path) as made,
+        made.client("red") as red,
+        made.client("blue") as blue,
+        engine(made, instance(), prompt, "blue engine"),
+    ):
+        body = {"model": "m", "token_ids": TOKENS, "retain_s": 60}
+        (taken,) = (await blue.post("/v1/hints", json=body)).json()["prompts"]
+        asked = {"request": taken["request"]}
+        told = (await blue.get("/v1/requests/explain", params=asked)).json()
+        assert (told["request"], told["tenant"], told["reason"]) == (taken["request"], "blue", "hinted")
+        assert told["namespace"] == taken["namespace"] and told["cap_tokens"] == taken["tokens"] > 0
+        assert told["prompt_tokens"] == len(TOKENS) and told["hints"] and told["detail"] == {}
+        other = await red.get("/v1/requests/explain", params=asked)
+        assert other.status_code == 404 and "hinted" not in other.text
+        assert (await blue.get("/v1/requests")).json() == {"requests": []}
+
+
 async def test_a_prefetch_that_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Alone it is answered 429, so that the client comes again. With a hint that was taken it is not, since the client
     would give that hint twice."""
