@@ -80,7 +80,10 @@ async def explain_request(
     request: Annotated[
         str,
         Query(
-            min_length=1, max_length=512, examples=[_REQUEST_EXAMPLE], description="vLLM's id, or a unique start of it"
+            min_length=1,
+            max_length=512,
+            examples=[_REQUEST_EXAMPLE],
+            description="vLLM's id, or a unique start of it; or the name that `POST /v1/hints` gave a prompt of tokens",
         ),
     ],
 ) -> Explanation:
