@@ -30,6 +30,7 @@ from kvstore.catalog.coordination import Ownership
 from kvstore.catalog.entry import MARK_AT, BoundaryEntry, EntryTable, Level, entry_of
 from kvstore.catalog.redis.coordination import RedisOwnership
 from kvstore.catalog.redis.counters import ServerCounters, counters_of, format_counters, parse_counters, run_ids
+from kvstore.catalog.redis.entry_names import ROOT, GetEntries, entry_name, parse_entry_name
 from kvstore.catalog.redis.nodes import NUM_SLOTS, Call, RedisNodes
 from kvstore.catalog.redis.replies import Argument, Command, strange_reply
 from kvstore.catalog.redis.scripts import (
@@ -60,13 +61,12 @@ from kvstore.model.layout import Layout
 from kvstore.runtime.clock import SYSTEM_CLOCK, Clock
 from kvstore.runtime.deadline import Deadline
 
-_ROOT = "c1"
-_NAMESPACES = f"{_ROOT}/namespaces"
-_COMPLETE = f"{_ROOT}/complete"
-_EPOCH = f"{_ROOT}/rebuild{{{_COMPLETE}}}"
+_NAMESPACES = f"{ROOT}/namespaces"
+_COMPLETE = f"{ROOT}/complete"
+_EPOCH = f"{ROOT}/rebuild{{{_COMPLETE}}}"
 """In the same slot, so that both change at once. It is there since a service first asked for it."""
 _EPOCH_BYTES = 16
-_COUNTERS = f"{_ROOT}/reconciled"
+_COUNTERS = f"{ROOT}/reconciled"
 _CALL_S = 10.0
 _BATCH = 512
 """Entries that are changed or read in one round trip."""
@@ -134,7 +134,7 @@ class RedisCatalog(Catalog):
 
     async def step(self, namespace: NamespaceId, cursor: str, *, count: int, deadline: Deadline) -> Step:
         shape = self._shape(namespace)
-        names, after = await self._nodes.scan(f"{_ROOT}/{namespace.hex()}/*", cursor, count, deadline=deadline)
+        names, after = await self._nodes.scan(f"{ROOT}/{namespace.hex()}/*", cursor, count, deadline=deadline)
         places = [place for place in map(parse_entry_name, names) if place is not None]
         prefixes = list(dict.fromkeys(prefix for _, prefix in places))
         return Step(prefixes, EntryTable.of(shape, await self._entries(namespace, prefixes, deadline)), after)
@@ -147,7 +147,7 @@ class RedisCatalog(Catalog):
             return
 
         async def read(cursor: str, deadline: Deadline) -> tuple[list[bytes], str | None]:
-            return await self._nodes.scan(f"{_ROOT}/*", cursor, STEP_ENTRIES, deadline=deadline)
+            return await self._nodes.scan(f"{ROOT}/*", cursor, STEP_ENTRIES, deadline=deadline)
 
         found: dict[NamespaceId, dict[PrefixHash, None]] = {namespace: {} for namespace in namespaces}
         async for names in self._walk(read):
@@ -397,14 +397,12 @@ class RedisCatalog(Catalog):
         """The entries as they are stored, in one round trip per node."""
         if not prefixes:
             return []
-        start = f"{_ROOT}/{namespace.hex()}/"
-        names = [f"{start}{{{prefix.hex()}}}" for prefix in prefixes]
         if self._nodes.is_cluster:
             calls: list[Call] = [
-                (self._nodes.slot_of(prefix.hex()), ("GET", name)) for prefix, name in zip(prefixes, names, strict=True)
+                (self._nodes.slot_of(prefix.hex()), ("GET", entry_name(namespace, prefix))) for prefix in prefixes
             ]
             return await self._nodes.run(calls, deadline=deadline)
-        parts = [(0, ("MGET", *names[start : start + _BATCH])) for start in range(0, len(names), _BATCH)]
+        parts = [(0, GetEntries(namespace, prefixes[at : at + _BATCH])) for at in range(0, len(prefixes), _BATCH)]
         entries = await self._nodes.run(parts, deadline=deadline)
         return list(chain.from_iterable(entries))
 
@@ -416,7 +414,7 @@ class RedisCatalog(Catalog):
         slot = self._nodes.slot_of(text)
         tag = self._nodes.tag_of(slot)
         row = shape.row_at(level)
-        keys = (f"{_ROOT}/{namespace.hex()}/{{{text}}}", _totals(tag), _tombstones(tag))
+        keys = (entry_name(namespace, prefix), _totals(tag), _tombstones(tag))
         common = (namespace, shape.num_bytes, int(level), row, row + shape.row_bytes - 1, shape.rows_at)
         return slot, ("EVALSHA", script.sha, 3, *keys, *common, self._now_s(), self._tombstones_kept(), *arguments)
 
@@ -448,16 +446,3 @@ def _totals(tag: bytes) -> bytes:
 
 def _tombstones(tag: bytes) -> bytes:
     return b"c1d/{%s}" % tag
-
-
-def parse_entry_name(name: bytes) -> tuple[NamespaceId, PrefixHash] | None:
-    """The namespace and the boundary of an entry's name; `None`: not the name of an entry."""
-    root, _, rest = name.partition(b"/")
-    namespace, _, text = rest.partition(b"/")
-    if root != _ROOT.encode() or text[:1] != b"{" or text[-1:] != b"}":
-        return None
-    try:
-        place = NamespaceId(bytes.fromhex(namespace.decode())), PrefixHash(bytes.fromhex(text[1:-1].decode()))
-    except ValueError:
-        return None
-    return place if len(place[1]) == PREFIX_BYTES else None

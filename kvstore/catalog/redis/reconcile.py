@@ -12,8 +12,9 @@ import numpy as np
 
 from kvstore.catalog.base import Addition
 from kvstore.catalog.entry import Level
-from kvstore.catalog.redis.catalog import RedisCatalog, parse_entry_name
+from kvstore.catalog.redis.catalog import RedisCatalog
 from kvstore.catalog.redis.counters import ServerCounters, counters_of, run_ids
+from kvstore.catalog.redis.entry_names import parse_entry_name
 from kvstore.errors import CorruptRecord, InvalidRequest, Unavailable, UnsupportedFormat
 from kvstore.format.manifest import parse_manifest
 from kvstore.format.names import record_key
