@@ -349,7 +349,7 @@ def _piece_of_numbers(piece: bytes) -> npt.NDArray[np.uint32] | None:
     if (is_first[:-1] & (text[1:-1] == ord("0")) & is_digit[2:]).any():
         return None
     try:
-        numbers = np.fromstring(piece + _LAST, dtype=np.int64, sep=",")
+        numbers = np.fromstring(piece + _LAST, dtype=np.uint64, sep=",")
     except (ValueError, DeprecationWarning):
         return None
     if len(numbers) != num_entries + 1:
