@@ -49,7 +49,8 @@ def _list(requests: Sequence[Mapping[str, Any]], where: str) -> None:
 def _show(values: Mapping[str, Any], where: str) -> None:
     table = table_of(f"request {values['request']}", "what", "value")
     table.add_row("at", values["at"])
-    table.add_row("result", f"{values['result']}: resumed from token {values['resume_tokens']:,}")
+    if values["reason"] != "hinted":  # there was no request
+        table.add_row("result", f"{values['result']}: resumed from token {values['resume_tokens']:,}")
     table.add_row("prompt", f"{values['prompt_tokens']:,} tokens, {values['cap_tokens']:,} could have been resumed")
     if values["local_tokens"]:
         table.add_row("engine's own cache", f"{values['local_tokens']:,} tokens")
