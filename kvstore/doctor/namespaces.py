@@ -40,16 +40,21 @@ _FIXES = (
     ("cache_dtype", "the same --kv-cache-dtype"),
     ("model_rules", "the same --max-model-len, --hf-overrides, quantisation settings and plugins of vLLM"),
     ("model_config", "the same config.json and --hf-overrides"),
+    ("engine_settings", "the same of these settings of SGLang"),
+    (r"pool\.", "the same --hicache-mem-layout and interface_v1 of SGLang, and as many ranks"),
     (r"layout\..*packing\.vllm", "one release of vLLM"),
     (r"layout\..*packing\.(isa|machine)", "processors of one instruction set, or GPUs"),
     (r"layout\..*packing\.(backend|cell|convolution)", "the same attention backend, on the same kind of device"),
     (r"layout\..*tensor_parallel_size", "the same --tensor-parallel-size, which recurrent states ask for"),
     (r"layout\..*drafts", "the same --speculative-config"),
     (r"layout\.", "the same --block-size"),
-    ("", "the same settings of vLLM"),
+    ("", "the same settings of the engine"),
 )
 """By a pattern that a field's path starts with: what the engines must have in common. The first match counts; causes
 come before their consequences."""
+
+_PARTS = ("group", "pool.name", "pipeline", "context")
+"""Fields in which the namespaces of one engine differ, behind the doors that have several."""
 
 
 def namespaces_check(settings: Settings) -> Check:
@@ -98,10 +103,14 @@ def judge_namespaces(found: Sequence[NamespaceDescription]) -> Finding:
 
 def _could_share(one: NamespaceDescription, other: NamespaceDescription, paths: Collection[str]) -> bool:
     """Whether the weights are the same, or only the weights id differs and an operator gave exactly one of the ids.
+    Doors share nothing, nor do the parts of one engine.
 
     Args:
         paths: Of the fields that differ.
     """
+    doors = [[word for word in it.door.split() if word.isalpha()] for it in (one, other)]  # without releases
+    if doors[0] != doors[1] or any(path.partition("[")[0] in _PARTS for path in paths):
+        return False
     if "weights_id" not in paths:
         return True
     are_digests = [_DIGEST.fullmatch(str(it.fields.get("weights_id"))) is not None for it in (one, other)]

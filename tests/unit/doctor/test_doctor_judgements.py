@@ -15,7 +15,6 @@ from kvstore.doctor.directory import DirectoryFacts, judge_access, judge_medium,
 from kvstore.doctor.engines import DOORS, engine_check, judge_engine, judge_interface, judge_offloading_room
 from kvstore.doctor.gpu import gpu_check, judge_failure, judge_gpu
 from kvstore.doctor.machine import MachineFacts, judge_clock, judge_memlock, judge_memory, judge_shared_memory
-from kvstore.doctor.namespaces import judge_namespaces
 from kvstore.doctor.redis import REDIS_NAMES, judge_redis, judge_refusal
 from kvstore.doctor.s3 import judge_conditional, judge_lifecycle, judge_rights, judge_s3_clock
 from kvstore.doctor.s3 import judge_refusal as judge_s3_refusal
@@ -39,9 +38,6 @@ from kvstore.doctor.versions import (
     judge_vllm,
 )
 from kvstore.errors import InvalidRequest, Unavailable
-from kvstore.model.kinds import FullAttention
-from kvstore.model.layout import GroupLayout, Layout
-from kvstore.model.namespace import NamespaceDescription, describe_layout, field_differences
 from kvstore.runtime.sizes import format_bytes, parse_bytes
 from kvstore.settings import settings_from
 from kvstore.tiers.locations import S3Location, parse_redis
@@ -547,46 +543,3 @@ def test_the_medium_of_a_path() -> None:
     }
     assert list(places.values()) == ["ext4", "ext4", "nfs4", "nfs4", "tmpfs", "ext4"]
     assert medium_of(Path("/x"), "") == ""
-
-
-# namespaces
-
-
-def described(tenant: str = "", *, num_slices: int = 1, **fields: object) -> NamespaceDescription:
-    layout = describe_layout(Layout(64, (GroupLayout(FullAttention(), num_slices),)), ({"layers": ["a", "b"]},))
-    usual = {"architecture": "Llama", "weights_id": "a" * 64, "cache_dtype": "auto", "layout": layout}
-    return NamespaceDescription.from_fields({**usual, **fields}, tenant)
-
-
-def test_namespaces_that_should_be_one() -> None:
-    """The same weights in another setting, with the causes first and what to have in common; a name for weights."""
-    check(judge_namespaces([]), SKIPPED, "no engine")
-    check(judge_namespaces([described()]), OK, "one namespace")
-    check(judge_namespaces([described(), described(weights_id="b" * 64)]), OK, "2 namespaces")
-    check(judge_namespaces([described(), described("team-b")]), OK)  # tenants share nothing, on purpose
-    other = described(cache_dtype="fp8", num_slices=8)
-    finding = judge_namespaces([described(), other])
-    check(finding, WARNING, 'cache_dtype: "auto" / "fp8", layout.groups[0].num_slices: 1 / 8', "--kv-cache-dtype")
-    assert other.id.hex()[:8] in finding.seen
-    check(judge_namespaces([described(), described(weights_id="llama")]), WARNING, "weights_id", "for both engines")
-    check(judge_namespaces([described(weights_id="one"), described(weights_id="two")]), OK)
-
-
-def test_many_namespaces_are_compared_field_by_field_only_where_that_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two hundred are twenty thousand pairs: other checks, in other threads, must not be late for them."""
-    compared: list[object] = []
-    monkeypatch.setattr(
-        "kvstore.doctor.namespaces.field_differences",
-        lambda *pair: compared.append(pair) or field_differences(*pair),  # type: ignore[func-returns-value]
-    )
-    finding = judge_namespaces([described(cache_dtype=str(number)) for number in range(20)])
-    check(finding, WARNING, "and 187 more pairs", "--kv-cache-dtype")
-    assert len(compared) == 3
-
-
-def test_fields_that_differ() -> None:
-    """By path, whatever their depth; a field that is missing on one side differs; equal descriptions do not."""
-    assert field_differences(described().fields, described().fields) == {}
-    one = {"a": {"b": [1, 2]}, "c": [{"d": 1}], "e": 1}
-    other = {"a": {"b": [1, 3]}, "c": [{"d": 1}, {"d": 2}]}
-    assert field_differences(one, other) == {"a.b": ([1, 2], [1, 3]), "c[1].d": (None, 2), "e": (1, None)}
