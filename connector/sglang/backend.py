@@ -38,7 +38,7 @@ _log = logging.getLogger("sglang.kvstore")
 _SETTINGS = (*STORE_SETTINGS, "trust_mm_uuids")
 _SGLANGS = {
     *("backend_name", "module_path", "class_name", "interface_v1", "tp_lcm_size", "hicache_storage_pass_prefix_keys"),
-    *("prefetch_threshold", "prefetch_timeout_base", "prefetch_timeout_per_ki_token"),
+    *("prefetch_threshold", "prefetch_timeout_base", "prefetch_timeout_per_ki_token", "allocator"),
 }
 """What SGLang itself reads of `--hicache-storage-backend-extra-config`, where our settings are too."""
 _FORMAT = 1

@@ -16,20 +16,27 @@ from kvstore.errors import InvalidRequest
 _SETTINGS = (
     *("dtype", "quantization", "kv_cache_dtype", "json_model_override_args", "model_impl", "context_length"),
     *("attention_backend", "prefill_attention_backend", "decode_attention_backend", "page_size"),
+    *("dsa_prefill_backend", "dsa_decode_backend", "dsv4_prefill_backend", "dsv4_attn_backend", "mamba_backend"),
+    *("linear_attn_backend", "linear_attn_prefill_backend", "linear_attn_decode_backend"),
     *("speculative_algorithm", "speculative_draft_kv_cache_dtype", "trust_remote_code"),
     # what rounds weights, activations or states otherwise than the model's files say
     *("rl_quant_profile", "modelopt_quant", "model_loader_extra_config", "speculative_draft_model_quantization"),
     *("enable_quant_communications", "deepep_dispatcher_output_dtype", "enable_w4a4_mxfp4_megamoe", "mamba_ssm_dtype"),
     *("flashinfer_mxfp4_moe_precision", "rl_on_policy_target", "dllm_algorithm", "mm_process_config"),
+    *("enable_int8_mamba_checkpoint", "enable_mamba_cache_stochastic_rounding", "mamba_cache_philox_rounds"),
+    *("enable_tf32_matmul", "prefill_kv_cache_dequant_dtype", "qsa_indexer_dtype", "enable_deepseek_v4_fp4_indexer"),
+    # what computes a cache otherwise: approximately, or from images that were changed
+    *("enable_decoder_swa_bounded_replay", "enable_encoder_swa_bounded_replay", "forward_hooks"),
+    "enable_precise_embedding_interpolation",
     "weight_version",  # weights that an engine was sent are in no file
 )
 """Settings of SGLang that a namespace holds, also those that change no byte of most models' caches."""
 _CONFIGS = ("config.json", "params.json", "hf_quant_config.json", "quant_config.json", "quantize_config.json")
 _OTHER_FILES = (
     *("kt_weight_path", "modelopt_checkpoint_restore_path", "decrypted_config_file", "decrypted_draft_config_file"),
-    *("uno_lora_path", "dllm_algorithm_config"),
+    *("uno_lora_path", "dllm_algorithm_config", "checkpoint_engine_wait_weights_before_ready"),
 )
-"""Settings of SGLang that name weights or configurations beside those of the model's folder."""
+"""Settings of SGLang with which weights or configurations come from elsewhere than the model's folder."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +52,7 @@ class Engine:
         draft_revision: The same of the draft model.
         download_dir: Where weights of a hub's models are first looked for; `None`: in the hub's own cache alone.
         hub: The package of the hub. A name may stand for two models on two hubs.
-        other_files: The settings that name files beside those of the models.
+        other_files: The settings with which weights or configurations come from elsewhere than the models' files.
         settings: Those of `_SETTINGS` that are set, as text.
         scales_path: A file with scales of the cache; `None`: there is none.
         has_adapters: Adapters may be used. SGLang's page keys name them and do not tell their content.
@@ -79,6 +86,9 @@ def read_engine() -> Engine:
     if not given.get("model_path"):
         raise InvalidRequest("this release of SGLang does not tell its model", release=release())
     draft = given.get("speculative_draft_model_path")
+    other_files = [name for name in _OTHER_FILES if given.get(name)]
+    if given.get("weight_cache_mode") == "client":  # another process read the files, at another time
+        other_files.append("weight_cache_mode")
     return Engine(
         release=release(),
         model_path=str(given["model_path"]),
@@ -92,7 +102,7 @@ def read_engine() -> Engine:
         draft_revision=given.get("speculative_draft_model_revision"),
         download_dir=given.get("download_dir"),
         hub=find_hub(),
-        other_files=tuple(name for name in _OTHER_FILES if given.get(name)),
+        other_files=tuple(other_files),
     )
 
 
@@ -160,7 +170,9 @@ def identify_weights(engine: Engine, weights_id: str | None, cache_folder: Path)
     fields = {"weights_id": weights_id or "", "architecture": ""}
     if weights_id is None:
         if engine.other_files:
-            raise InvalidRequest("not all files of the model are known; set weights_id", seen=engine.other_files)
+            raise InvalidRequest(
+                "weights or a configuration come from elsewhere; set weights_id", seen=engine.other_files
+            )
         cache_folder.mkdir(parents=True, exist_ok=True)
         models = [(engine.model_path, engine.revision)]
         if engine.draft_path is not None:

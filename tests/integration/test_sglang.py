@@ -138,7 +138,7 @@ def test_engines_that_would_misread_each_other_never_meet(
     assert make(HostPool(**kind), **rank).batch_exists(keys) == 0
 
 
-@pytest.mark.parametrize("name", ["kv_cache_dtype", "quantization", "rl_quant_profile"])
+@pytest.mark.parametrize("name", ["kv_cache_dtype", "rl_quant_profile", "enable_decoder_swa_bounded_replay"])
 def test_settings_of_the_engine_are_told_apart(make: Make, arguments: SimpleNamespace, name: str) -> None:
     """The same weights with another setting that changes the cache are another namespace."""
     source, keys = filled(2)
@@ -463,9 +463,8 @@ def test_no_call_raises_whatever_fails(
     fault: str,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """The service is dead, frozen, or the engine is not cached at all: every call answers that nothing is there, within
-    its time, and each kind of failure is logged once.
-    """
+    """The service is dead, frozen, or the engine is not cached: every call answers in time that nothing is there, and
+    each kind of failure is logged once."""
     pool, keys = filled(4)
     if fault == "refused":
         arguments.enable_lora = True
@@ -546,7 +545,8 @@ def test_weights_that_were_sent_are_others_when_the_storage_is_attached_again(
 
 @pytest.mark.parametrize("wrong", [{"urll": "unix:/x"}, {"url": "nowhere"}, {"mode": "sometimes"}, {"audit_rate": 1}])
 def test_wrong_settings_are_named_at_the_start(make: Make, wrong: dict[str, Any]) -> None:
-    """An operator's mistake ends the attachment, with its name."""
+    """An operator's mistake ends the attachment, with its name. What SGLang reads itself is none."""
+    make(HostPool(), extra={"allocator": "shm", "prefetch_threshold": 64, "prefetch_timeout_base": 2})
     with pytest.raises(Exception, match=next(iter(wrong))):
         make(HostPool(), extra=wrong)
 

@@ -257,7 +257,7 @@ def test_revisions_of_a_hub_are_other_weights_of_sglang(
 
 
 def test_other_files_of_sglang_ask_for_an_id(tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """SGLang reads some of its weights elsewhere: equal files in the model's folder say nothing of them."""
+    """SGLang has some of its weights from elsewhere: equal files in the model's folder say nothing of them."""
     arguments = SimpleNamespace(model_path=str(folder(tmp_path / "model")), kt_weight_path="/elsewhere")
     model_config = SimpleNamespace(is_multimodal=False)
     in_effect = SimpleNamespace(resolved_server_args_dict=lambda: vars(arguments))
@@ -268,6 +268,13 @@ def test_other_files_of_sglang_ask_for_an_id(tmp_path: Path, cache: Path, monkey
         identify_weights(read_engine(), None, cache)
     assert identify_weights(read_engine(), "mine", cache)["weights_id"] == "mine"
     arguments.kt_weight_path = None
+    assert identify_weights(read_engine(), None, cache)["weights_id"] == digest(tmp_path / "model", cache)
+    for name, value in (("checkpoint_engine_wait_weights_before_ready", True), ("weight_cache_mode", "client")):
+        setattr(arguments, name, value)
+        with pytest.raises(InvalidRequest, match=f"set weights_id.*{name}"):
+            identify_weights(read_engine(), None, cache)
+        delattr(arguments, name)
+    arguments.weight_cache_mode = "off"
     assert identify_weights(read_engine(), None, cache)["weights_id"] == digest(tmp_path / "model", cache)
 
 
