@@ -146,13 +146,17 @@ def _takes_media() -> bool:
 
 
 def weights_now() -> tuple[str, ...]:
-    """Changes when SGLang loads other weights, as far as it says so: the model's path, and the version of weights."""
+    """Changes when SGLang loads other weights, as far as it says so: the model's path, the version of weights, and how
+    often either was set. SGLang sets the path whenever it has read weights from files, also from the same ones.
+    """
     try:
         context = importlib.import_module("sglang.srt.runtime_context")
         model, serving = context.get_model(), context.get_serving()
+        changes: list[Any] = getattr(context.get_context(), "overrides_log", list)()
     except (ImportError, AttributeError, ValueError):  # not published: as it was at the start
         return ()
-    return str(getattr(model, "model_path", "")), str(getattr(serving, "weight_version", ""))
+    num_set = sum("model_path" in fields or "weight_version" in fields for _, fields in changes)
+    return str(getattr(model, "model_path", "")), str(getattr(serving, "weight_version", "")), str(num_set)
 
 
 def identify_weights(engine: Engine, weights_id: str | None, cache_folder: Path) -> dict[str, str]:

@@ -1,7 +1,6 @@
 """SGLang's HiCache over a real service: the backend with its pools, ranks, restarts, damage and outages.
 
-With the published package of SGLang at hand (`tests/connector/support/hicache.py`) its base class, its factory and its
-failure injector are the real ones; else a stand-in of the same interface.
+With the published package of SGLang at hand (`tests/connector/support/hicache.py`) these are its own classes.
 """
 
 from __future__ import annotations
@@ -520,12 +519,14 @@ def test_media_are_cached_only_where_their_hashes_are_trusted(arguments: SimpleN
     assert make(pool, extra={"trust_mm_uuids": True}).batch_set_v1(keys, pool.slots(0, 1)) == [True, True]
 
 
-def test_other_weights_end_the_use(sglang: SimpleNamespace, make: Make) -> None:
-    """SGLang is told that its weights changed: nothing is read or written any more."""
+@pytest.mark.parametrize("is_told", [False, True])
+def test_other_weights_end_the_use(sglang: SimpleNamespace, make: Make, is_told: bool) -> None:
+    """SGLang is told that its weights changed, or reads its folder again: nothing is read or written any more."""
     pool, keys = filled(2)
     backend = make(pool)
     assert backend.batch_set_v1(keys, pool.slots(0, 1)) == [True, True]
-    sglang.serving.weight_version = "next"
+    sglang.changes.append(("a request", {"weight_version": "next"} if is_told else {"model_path": "a/model"}))
+    sglang.serving.weight_version = "next" if is_told else "default"
     assert backend.batch_exists(keys) == 0
     assert backend.batch_set_v1(["new"], pool.slots(0)) == [False]
     sglang.serving.weight_version = "default"
@@ -559,8 +560,7 @@ def documented() -> dict[str, Any]:
     text = (ROOT / "docs" / "engines.md").read_text()
     found = re.search(r"--hicache-storage-backend-extra-config '(\{.*?\})'", text, re.DOTALL)
     assert found is not None
-    value: dict[str, Any] = json.loads(found[1])
-    return value
+    return dict(json.loads(found[1]))
 
 
 @needs_sglang

@@ -56,7 +56,9 @@ def hicache(arguments: SimpleNamespace) -> Iterator[SimpleNamespace]:
             vars(_module(_INTERFACE)).update(_stand_in())
         context: Any = _module("sglang.srt.runtime_context")
         serving = SimpleNamespace(weight_version="default")
+        changes: list[tuple[str, dict[str, str]]] = []
         in_effect = SimpleNamespace(resolved_server_args_dict=lambda: vars(arguments) | vars(serving))
+        in_effect.overrides_log = lambda: list(changes)
         context.get_context, context.get_model = lambda: in_effect, lambda: arguments
         context.get_serving = lambda: serving
         context.process_model_config = lambda: SimpleNamespace(is_multimodal=getattr(arguments, "is_multimodal", False))
@@ -65,6 +67,7 @@ def hicache(arguments: SimpleNamespace) -> Iterator[SimpleNamespace]:
             backend=importlib.import_module("connector.sglang.backend"),
             factory=importlib.import_module("sglang.srt.mem_cache.storage.backend_factory") if real else None,
             serving=serving,
+            changes=changes,
         )
     finally:
         for name in set(sys.modules) - before:
