@@ -91,7 +91,8 @@ def gc(client: AdminClient, json_: bool, yes: Yes = False) -> None:
     """Delete what can no longer be used, except what is pinned. Without --yes nothing is deleted.
 
     It runs as a job of the service: Ctrl-C cancels it; run it again to continue. A tenant's token covers its own data.
-    Records that the catalog does not have are compared again a minute later, before they are deleted.
+    Records that the catalog does not have are compared again a minute later, before they are deleted. In S3 those that
+    are younger than a day stay: a service that cannot reach Redis reports later what it writes.
     """
     job = run_job(client, "gc", query={"confirm": yes}, quiet=json_)
     if json_:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from functools import partial, wraps
 from typing import Any, Concatenate, ParamSpec, TypeVar
@@ -36,10 +36,16 @@ class PutOutcome(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """A record as a tier lists it: its key, and its bytes, header included."""
+    """A record as a tier lists it.
+
+    Attributes:
+        num_bytes: Header included.
+        age_s: Since it was stored, by the medium's own clock; `None`: its listing does not say that.
+    """
 
     key: RecordKey
     num_bytes: int
+    age_s: float | None = field(default=None, compare=False)
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,11 +7,15 @@ from pathlib import Path
 import pytest
 from redis.asyncio import Redis
 
+from kvstore.api import Ack, SaveOutcome
+from kvstore.catalog.entry import Level
 from kvstore.compose import open_store
+from kvstore.service.admin.jobs import gc
 from kvstore.settings import load_settings
-from kvstore.testing.prompts import HYBRID, Prompt
-from kvstore.testing.servers import RedisServer
-from kvstore.testing.waiting import soon
+from kvstore.testing.faulty_proxy import FaultyProxy
+from kvstore.testing.prompts import ATTENTION, HYBRID, Prompt
+from kvstore.testing.servers import CephRgw, RedisServer
+from kvstore.testing.waiting import soon, until
 from tests.unit.admin.service_harness import ended, open_service
 
 
@@ -98,3 +102,57 @@ async def test_garbage_of_many_namespaces_is_found_in_few_listings(tmp_path: Pat
             assert [held[prompt.namespace] for prompt in live] == [3] * 12
             assert [held[prompt.namespace] for prompt in dead] == [2] + [0] * 11
             assert listings < len(live)
+
+
+@pytest.mark.servers
+@pytest.mark.parametrize("are_old", [False, True])
+async def test_what_a_service_wrote_without_redis_is_no_garbage(
+    tmp_path: Path, shared_redis: RedisServer, shared_rgw: CephRgw, monkeypatch: pytest.MonkeyPatch, *, are_old: bool
+) -> None:
+    """One service is cut off from Redis, and saves to S3. Another one collects garbage: what is younger than a day
+    stays, and the first one's entries make it a hit of both once it is back. What is older goes.
+    """
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", shared_rgw.access_key)
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", shared_rgw.secret_key)
+    monkeypatch.setattr(gc, "UNUSED_S", 0)  # a minute has passed
+    if are_old:
+        monkeypatch.setattr(gc, "YOUNG_S", -60.0)  # the clock of S3 tells ages to the second
+    bucket = f"garbage-{are_old}".lower()
+    shared_rgw.create_bucket(bucket)
+    cold = f"s3://{bucket}?endpoint_url={shared_rgw.endpoint_url}"
+    known, cut_off = Prompt(ATTENTION, "known", 64 * 2), Prompt(ATTENTION, "cut off", 64 * 3)
+    async with Redis(host=shared_redis.host, port=shared_redis.port) as client:
+        await client.flushdb()
+    for folder in ("a", "b"):
+        (tmp_path / folder).mkdir()
+    with FaultyProxy(shared_redis.port) as proxy:
+        near = {"hot": f"redis://127.0.0.1:{proxy.port}", "cold": cold}
+        far = {"hot": f"redis://127.0.0.1:{shared_redis.port}", "cold": cold}
+        async with (
+            open_service(tmp_path / "a", **near) as writer,
+            open_service(tmp_path / "b", **far) as other,
+            other.client("operator") as operator,
+        ):
+            await writer.save(known)
+            proxy.refuse()
+            await writer.store.open_namespace(cut_off.description, deadline=soon())
+            for record in cut_off.records():
+                assert await writer.store.save(record, ack=Ack.COLD, deadline=soon()) is SaveOutcome.STORED
+            for confirm in (False, True):
+                job = await ended(operator, await operator.post("/v1/gc", params={"confirm": confirm}))
+                assert (job["state"], job["error"]) == ("done", None)
+                found, notes = job["report"]["orphans"], job["report"]["notes"]
+                if are_old:
+                    assert found["s3"]["num_records"] == 6 and notes == ([] if confirm else [gc.MAY_BE_LIVE])
+                else:
+                    assert (found, notes) == ({}, [f"s3 keeps 6 more that are younger than a day: {gc.YOUNG}"])
+            proxy.heal()
+            stored = await other.store.operations.stored_sizes(cut_off.record_keys(), Level.COLD, deadline=soon())
+            assert [size is None for size in stored] == [are_old] * 6
+            if not are_old:
+                await other.store.open_namespace(cut_off.description, deadline=soon())
+
+                async def resumed() -> int:
+                    return (await other.store.lookup(cut_off.query(), deadline=soon())).resume_tokens
+
+                await until(resumed, holds=lambda tokens: tokens == 64 * 3)

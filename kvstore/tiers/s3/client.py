@@ -9,6 +9,7 @@ import math
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, suppress
 from datetime import datetime
+from email.utils import parsedate_to_datetime
 from functools import cache, partial
 from typing import Any, TypeVar
 
@@ -132,7 +133,7 @@ class S3Client:
                 session = aioboto3.Session(aws_access_key_id=access_key, aws_secret_access_key=secret_key)
                 own = session._session
                 own.register_component("data_loader", _loader(own.get_config_variable("data_path")))
-                # parsing dates, which are not used, took most of the time of a listing
+                # botocore's own way of parsing dates took most of the time of a listing
                 own.get_component("response_parser_factory").set_parser_defaults(timestamp_parser=timestamp)
                 region = location.region or session.region_name or "us-east-1"
                 client = await stack.enter_async_context(
@@ -368,15 +369,19 @@ class S3Client:
             await self._send("copy_object", expects=expects, Key=target, CopySource=origin, **if_copied)
         await self._send("delete_object", expects=expects, Key=source, **if_removed)
 
-    async def list(self, prefix: str) -> AsyncIterator[list[tuple[str, int]]]:
-        """Names that start with `prefix`, with their sizes, as many at a time as S3 lists in one answer. A walk may
-        last for hours, so what passes does not end it.
+    async def list(self, prefix: str) -> AsyncIterator[list[tuple[str, int, float | None]]]:
+        """Names that start with `prefix`, with their sizes and ages in seconds, as many at a time as S3 lists in one
+        answer. A walk may last for hours, so what passes does not end it.
         """
         token: dict[str, Any] = {}
         while True:
             page = partial(self._send, "list_objects_v2", Prefix=prefix, **token)
             answer = await retry(page, Transient)
-            yield [(self._said(item, "Key"), int(self._said(item, "Size"))) for item in answer.get("Contents", ())]
+            age_s = _ages(answer["ResponseMetadata"]["HTTPHeaders"].get("date", ""))
+            yield [
+                (self._said(item, "Key"), int(self._said(item, "Size")), age_s(item))
+                for item in answer.get("Contents", ())
+            ]
             if not answer.get("IsTruncated"):
                 return
             token = {"ContinuationToken": self._said(answer, "NextContinuationToken")}
@@ -428,6 +433,23 @@ def _add_content_md5(request: Any, **_: Any) -> None:
     """Called by botocore before it signs: older endpoints require this digest of the list."""
     digest = hashlib.md5(request.data, usedforsecurity=False).digest()
     request.headers["Content-MD5"] = base64.b64encode(digest).decode()
+
+
+def _ages(date: str) -> Callable[[Mapping[str, Any]], float | None]:
+    """Ages of listed objects in seconds, by the clock of S3: the date of the answer, and not that of this machine.
+    `None` where the answer has no date, or the object has none.
+    """
+    listed_at: datetime | None = None
+    with suppress(ValueError, OverflowError):
+        listed_at = parsedate_to_datetime(date)
+
+    def age_s(item: Mapping[str, Any]) -> float | None:
+        stored_at: datetime | None = item.get("LastModified")
+        if listed_at is None or stored_at is None or not (listed_at.tzinfo and stored_at.tzinfo):
+            return None
+        return (listed_at - stored_at).total_seconds()
+
+    return age_s
 
 
 def timestamp(text: Any) -> datetime:

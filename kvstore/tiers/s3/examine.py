@@ -106,7 +106,7 @@ class BucketExaminer:
         return False
 
     async def _list(self, prefix: str) -> list[str]:
-        return [found async for answer in self._client.list(prefix) for found, _ in answer]
+        return [found async for answer in self._client.list(prefix) for found, *_ in answer]
 
     @staticmethod
     async def _try(right: str, refused: dict[str, str], request: Awaitable[T]) -> T | None:

@@ -175,9 +175,9 @@ class S3Tier(Tier):
                 answer = await anext(listing, None)
             if answer is None:
                 return
-            for name, num_bytes in answer:
+            for name, num_bytes, age_s in answer:
                 if (key := record_key(name.removeprefix(self._root))) is not None:
-                    yield Entry(key, num_bytes)
+                    yield Entry(key, num_bytes, age_s)
 
     async def put_manifest(self, namespace: NamespaceId, manifest: bytes, *, deadline: Deadline) -> None:
         self._check(deadline)

@@ -13,6 +13,7 @@ import pytest
 from botocore.loaders import JSONFileLoader
 
 from kvstore.errors import InvalidRequest, Unavailable
+from kvstore.format.names import format_name
 from kvstore.runtime.deadline import Deadline
 from kvstore.runtime.instruments import Instruments
 from kvstore.testing.records import make_key, make_record
@@ -333,6 +334,26 @@ async def test_not_s3() -> None:
     async with tier_that_hears(b"+PONG\r\n") as (tier, _):
         with pytest.raises(Unavailable):
             await tier.head([make_key(1)], deadline=Deadline.after(30))
+
+
+@pytest.mark.parametrize(
+    ("date", "age_s"),
+    [
+        ("Date: Tue, 03 Mar 2026 12:00:00 GMT", 86_399.5),
+        ("Date: Tue, 03 Mar 2026 12:00:00", None),
+        ("Date: yesterday", None),
+        ("", None),
+    ],
+)
+async def test_ages_are_told_by_the_clock_of_s3(date: str, age_s: float | None) -> None:
+    """A listing's own date counts, whatever this machine believes; without one an age is not known."""
+    name = format_name(make_key(1))
+    item = f"<Key>{name}</Key><Size>9</Size><LastModified>2026-03-02T12:00:00.500Z</LastModified>"
+    listing = f"<ListBucketResult><Contents>{item}</Contents></ListBucketResult>"
+    fields = [f"Content-Length: {len(listing)}", *filter(None, [date])]
+    answer = "\r\n".join(["HTTP/1.1 200 OK", "Connection: close", *fields, "", listing]).encode()
+    async with tier_that_hears(answer) as (tier, _):
+        assert [(entry.num_bytes, entry.age_s) async for entry in tier.scan()] == [(9, age_s)]
 
 
 async def scanned(tier: S3Tier) -> None:

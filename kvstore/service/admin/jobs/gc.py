@@ -44,10 +44,15 @@ router = APIRouter(tags=["gc"])
 UNUSED_S = 60
 """How long an incomplete boundary is kept after its last use, as by retention, and an orphan after it was found: the
 missing slices, or the entry of a record that was just stored, may be on their way."""
+YOUNG_S = 86_400.0
+"""A record of less age is no orphan, where the tier knows its age. A service that cannot reach Redis still writes to S3
+and reports it later: an operator has a day to repair the network, or to reindex after it has died.
+"""
 MAY_BE_LIVE = (
-    "the catalog does not know what a service writes while it cannot reach Redis: before you delete, check `kvstore "
-    "status` of every service"
+    "the catalog does not know what a service wrote that has not reached Redis for more than a day: before you delete, "
+    "check `kvstore status` of every service"
 )
+YOUNG = "a service that cannot reach Redis reports later what it writes"
 _BATCH = 1024
 _ORPHANS_MAX = 65_536
 _CALL_S = 30.0
@@ -60,8 +65,9 @@ async def start_gc(
 ) -> JobStatus:
     """Delete what serves no hit, as a job (`/v1/jobs`): data of retired weights; boundaries that lack slices or whose
     parent is missing, a minute after their last use; what an interrupted deletion has left. With an operator's token
-    also records that the catalog does not have, and still does not have a minute later. Pinned boundaries stay. Without
-    `confirm` nothing is deleted, and the report says what would be. A tenant's token deletes only that tenant's data.
+    also records that the catalog does not have, and still does not have a minute later; in S3 only those older than a
+    day. Pinned boundaries stay. Without `confirm` nothing is deleted, and the report says what would be. A tenant's
+    token deletes only that tenant's data.
     """
     request.state.audit = {"dry_run": not confirm}
 
@@ -214,6 +220,8 @@ class _Collection:
                     progress.done += 1
                     await orphans.add(entry)
                 await orphans.flush()
+            if orphans.num_young:
+                self._notes.append(f"{name} keeps {orphans.num_young} more that are younger than a day: {YOUNG}")
             if orphans.is_full:
                 self._notes.append(f"{name} has more orphans: run the garbage collection again")
             if self._job.is_dry_run:
@@ -263,31 +271,39 @@ class _Orphans:
     Attributes:
         found: Orphans with their bytes, at most 65,536.
         deleted: Those of them that `delete` has deleted.
+        num_young: Further records that the catalog lacks, too young to be orphans.
         is_full: There are more.
     """
 
     def __init__(self, context: AdminContext, catalog: Catalog, epoch: bytes, grant: Grant, level: Level) -> None:
         self.found: dict[RecordKey, int] = {}
         self.deleted: dict[RecordKey, int] = {}
+        self.num_young = 0
         self.is_full = False
         self._context = context
         self._catalog = catalog
         self._epoch = epoch
         self._grant = grant
         self._level = level
-        self._batch: dict[RecordKey, int] = {}
+        self._batch: dict[RecordKey, Entry] = {}
         self._cases: dict[NamespaceId, _Case] = {}
 
     async def add(self, entry: Entry) -> None:
         """Add a record of the listing."""
-        self._batch[entry.key] = entry.num_bytes
+        self._batch[entry.key] = entry
         if len(self._batch) >= _BATCH:
             await self.flush()
 
     async def flush(self) -> None:
         """Compare the batch with the catalog, and what the catalog lacks with the tier: a listing may be outdated."""
         batch, self._batch = self._batch, {}
-        missing = await self._missing(list(batch))
+        missing = []
+        for key in await self._missing(list(batch)):
+            age_s = batch[key].age_s
+            if age_s is not None and age_s < YOUNG_S:
+                self.num_young += 1
+            else:
+                missing.append(key)
         operations = self._context.operations
         sizes = await self._context.data_loop.call_in_pieces(
             missing,
@@ -300,7 +316,7 @@ class _Orphans:
             if len(self.found) >= _ORPHANS_MAX:
                 self.is_full = True
                 return
-            self.found[key] = batch[key]
+            self.found[key] = batch[key].num_bytes
 
     async def delete(self) -> bool:
         """Delete what the catalog still lacks. False: it has lost data since, so that what it lacks is no orphan.
