@@ -35,7 +35,7 @@ from redis.exceptions import (
 from kvstore.catalog.base import Gate
 from kvstore.catalog.redis.entry_names import GetEntries
 from kvstore.catalog.redis.replies import Command, check_reply, keys_of
-from kvstore.catalog.redis.routes import Attempts, ClusterClient, Routes, is_elsewhere
+from kvstore.catalog.redis.routes import LOST, Attempts, ClusterClient, Routes, is_elsewhere
 from kvstore.catalog.redis.scripts import ALL, DAMAGED
 from kvstore.catalog.redis.walks import MOVING, Position, digest_of_names, digest_of_slots, position_of
 from kvstore.errors import Unavailable
@@ -158,7 +158,7 @@ class RedisNodes:
             parts: list[Command] = [*([("ASKING",)] if asking else []), command]
             try:
                 reply = (await self._exchange(asked, parts, strict=False, is_again=is_again))[-1]
-            except ConnectionError as error:
+            except LOST as error:
                 reply, is_again = error, True
             if not is_elsewhere(reply):
                 if isinstance(reply, RedisError):
@@ -243,7 +243,7 @@ class RedisNodes:
     async def _on_node(self, node: Any, commands: Sequence[Command]) -> list[Any]:
         try:
             replies = await self._exchange(node, commands, strict=False)
-        except ConnectionError:
+        except LOST:
             if node is None:
                 raise
             replies = await self._exchange_again(node, commands)
@@ -268,7 +268,7 @@ class RedisNodes:
         """
         try:
             return await self._exchange(node, commands, strict=False, is_again=True)
-        except ConnectionError as error:
+        except LOST as error:
             return [error] * len(commands)
 
     async def _repair(self, command: Command, error: ResponseError) -> bool:

@@ -17,6 +17,7 @@ from redis.exceptions import (
     ClusterDownError,
     ConnectionError,
     MovedError,
+    TimeoutError,
     TryAgainError,
 )
 
@@ -28,7 +29,11 @@ _LOST_MAX = 2
 """Lost connections until a command is given up."""
 _ROUNDS_MAX = 5
 
-_ELSEWHERE = (AskError, MovedError, TryAgainError, ClusterDownError, ConnectionError)
+LOST = (ConnectionError, TimeoutError)
+"""A connection was lost, or could not be opened in time, as to a machine that is off. Commands have no other limit of
+redis-py's, which would be a `TimeoutError` too.
+"""
+_ELSEWHERE = (AskError, MovedError, TryAgainError, ClusterDownError, *LOST)
 
 
 class ClusterClient(Protocol):
@@ -128,10 +133,10 @@ class Attempts:
         """
         if isinstance(reply, Exception):
             self._num_rounds += 1
-            self._num_lost += isinstance(reply, ConnectionError)
+            self._num_lost += isinstance(reply, LOST)
             if self._num_rounds >= _ROUNDS_MAX or self._num_lost > _LOST_MAX:
                 raise reply
-        if isinstance(reply, ConnectionError):
+        if isinstance(reply, LOST):
             await self._routes.read_again()
         elif isinstance(reply, AskError):  # also a `MovedError`
             has_moved = isinstance(reply, MovedError)

@@ -139,10 +139,7 @@ class Connection(BufferedConnection):
             if not call.ended:
                 self._abandon(call)
         if not call.ended:
-            raise Unavailable(
-                "Redis did not answer before the deadline: check its load, SLOWLOG and the network",
-                address=self.address,
-            )
+            raise _silent(self.address)
         if call.error is not None:
             raise call.error
 
@@ -154,6 +151,7 @@ class Connection(BufferedConnection):
         # connection stays: it has the commands of other callers in flight.
         due_s = max(self._received_s, self._waiting[0].sent_s)
         if self._loop.time() - due_s >= _HANG_S:
+            self._fail(_silent(self.address))
             self.abort()
 
     def get_buffer(self, sizehint: int) -> memoryview:
@@ -174,7 +172,9 @@ class Connection(BufferedConnection):
             self.abort()
 
     def on_lost(self, error: Exception | None) -> None:
-        self._fail(Unavailable("the connection to Redis was lost", address=self.address, error=error))
+        details = {} if error is None else {"error": error}  # none: it was closed in order, by either side
+        text = "the connection to Redis was lost: check whether Redis runs, its log and the network"
+        self._fail(Unavailable(text, address=self.address, **details))
 
     def _fail(self, error: Unavailable) -> None:
         while self._waiting:
@@ -214,6 +214,11 @@ class Connection(BufferedConnection):
             self._send_next(call)
         if call.num_due == 0:
             call.finish()
+
+
+def _silent(address: str) -> Unavailable:
+    text = "Redis did not answer before the deadline: check its load, SLOWLOG and the network"
+    return Unavailable(text, address=address)
 
 
 class ConnectionOnLoop(OnLoop[Connection]):

@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 from redis.asyncio import Connection, Redis, RedisCluster
-from redis.exceptions import ResponseError
+from redis.crc import key_slot
+from redis.exceptions import ConnectionError, ResponseError, TimeoutError
 
 from kvstore.catalog.redis.catalog import RedisCatalog
 from kvstore.catalog.redis.coordination import RedisOwnership
@@ -23,9 +24,9 @@ from kvstore.testing.waiting import soon
 class Node:
     """A node with one connection, which refuses all commands or answers none."""
 
-    def __init__(self, name: str, *, refuses: bool) -> None:
+    def __init__(self, name: str, *, refuses: bool = False) -> None:
         self.name = name
-        self.num_used = 0
+        self.num_used = self.num_sent = 0
         self._refuses = refuses
 
     def acquire_connection(self) -> Node:
@@ -36,7 +37,7 @@ class Node:
         self.num_used -= 1
 
     async def send_packed_command(self, command: object, **_: object) -> None:
-        """Sent."""
+        self.num_sent += 1
 
     async def read_response(self, **_: object) -> None:
         if self._refuses:
@@ -45,6 +46,10 @@ class Node:
 
     async def disconnect(self, **_: object) -> None:
         """Disconnected."""
+
+
+def slot_of(name: str) -> int:
+    return int(key_slot(name.encode()))
 
 
 async def test_a_node_that_refuses_leaves_no_call_to_one_that_hangs() -> None:
@@ -57,6 +62,48 @@ async def test_a_node_that_refuses_leaves_no_call_to_one_that_hangs() -> None:
     with pytest.raises(Unavailable):
         await nodes.run([(0, ("GET", "a")), (1, ("GET", "b"))], deadline=soon())
     assert (hangs.num_used, refuses.num_used) == (0, 0)
+
+
+class LostNode(Node):
+    """A node whose machine is switched off: its open connections end, and no other one is opened in time."""
+
+    def __init__(self, name: str, *, num_open: int) -> None:
+        super().__init__(name)
+        self._num_open = num_open
+
+    async def send_packed_command(self, command: object, **_: object) -> None:
+        self.num_sent += 1
+        raise (
+            ConnectionError("closed")
+            if self.num_sent <= self._num_open
+            else TimeoutError("Timeout connecting to server")
+        )
+
+
+class AnsweringNode(Node):
+    async def read_response(self, **_: object) -> bytes:
+        return b"here"
+
+
+@pytest.mark.parametrize("num_open", [0, 1])
+@pytest.mark.parametrize("num_commands", [1, 2])
+async def test_a_node_whose_machine_is_switched_off(num_commands: int, num_open: int) -> None:
+    """The map is read again, and the commands go to the node that has its slots by now."""
+    gone, heir = LostNode("gone", num_open=num_open), AnsweringNode("heir")
+    client = RedisCluster.__new__(RedisCluster)
+    slots = {slot_of("{a}"): [gone]}
+    client.nodes_manager = SimpleNamespace(slots_cache=slots, nodes_cache={"gone": gone, "heir": heir})
+
+    async def read_map() -> None:
+        client.nodes_manager.slots_cache = {slot_of("{a}"): [heir]}
+
+    client.read_map = read_map
+    nodes = RedisNodes(client, gate=None)
+    gets = [("GET", f"{{a}}{number}") for number in range(num_commands)]
+    if num_commands == 1:
+        assert await nodes.one(gets[0], deadline=soon()) == b"here"
+    else:
+        assert await nodes.run([(slot_of("{a}"), get) for get in gets], deadline=soon()) == [b"here"] * num_commands
 
 
 async def test_a_connection_that_is_closed_between_two_parts_of_the_commands(monkeypatch: pytest.MonkeyPatch) -> None:

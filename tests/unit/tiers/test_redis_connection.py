@@ -88,6 +88,31 @@ async def test_leaving_early_ends_nothing_of_others() -> None:
         assert connection.alive
 
 
+async def test_what_is_said_of_a_connection_that_ended() -> None:
+    """Closed by the server: to look at that. Dropped by a caller to whom the server was silent: the others that waited
+    say the same as that caller, and not that the connection was lost.
+    """
+
+    async def closes(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.read(1 << 16)
+
+    async with connected(closes) as connection:
+        with pytest.raises(Unavailable) as caught:
+            await connection.run([("A",)], deadline=Deadline.after(5))
+    text = "the connection to Redis was lost: check whether Redis runs, its log and the network"
+    assert str(caught.value) == f"{text} address=peer:1"
+
+    async def silent(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await ends_of_connection(reader)
+
+    async with connected(silent) as connection:
+        stayer = asyncio.ensure_future(connection.run([("A",)], deadline=Deadline.after(20)))
+        with pytest.raises(Unavailable, match="did not answer before the deadline: check its load"):
+            await connection.run([("B",)], deadline=Deadline.after(0.25))
+        with pytest.raises(Unavailable, match="did not answer before the deadline: check its load"):
+            await stayer
+
+
 async def test_a_silent_server_is_left() -> None:
     """If nothing arrives for 0.2 s although a reply is due, the next caller that leaves drops the connection."""
 
