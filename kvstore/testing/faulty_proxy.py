@@ -59,6 +59,11 @@ class FaultyProxy:
         """Clients' bytes arrive this much later; answers come back at once."""
         self._delay_s = seconds
 
+    def lead_to(self, target_port: int) -> None:
+        """Another server has the address now."""
+        self._target_port = target_port
+        self._call(self._drop())
+
     def heal(self) -> None:
         """Pass everything on again."""
         self._delay_s = 0.0
@@ -90,6 +95,9 @@ class FaultyProxy:
             self._drop_connections()
         if self._listener is None:
             self._listener = await asyncio.start_server(self._serve, "127.0.0.1", self.port, limit=_CHUNK_BYTES)
+
+    async def _drop(self) -> None:
+        self._drop_connections()
 
     async def _stop_listening(self) -> None:
         if self._listener is not None:

@@ -18,12 +18,14 @@ from kvstore.catalog.redis.catalog import RedisCatalog
 from kvstore.catalog.redis.counters import ServerCounters
 from kvstore.catalog.redis.reconcile import Reconciler, Sample, Sampler
 from kvstore.compose import open_catalog, open_store, open_tier
+from kvstore.errors import Unavailable
 from kvstore.format.names import format_name
 from kvstore.model.keys import NamespaceId
 from kvstore.runtime.meters import Meters
 from kvstore.settings import Settings, load_settings
 from kvstore.store.tiered import TieredStore
 from kvstore.testing.catalog_contract import mark_complete
+from kvstore.testing.faulty_proxy import FaultyProxy
 from kvstore.testing.prompts import HYBRID, Prompt
 from kvstore.testing.servers import RedisServer, redis_server
 from kvstore.testing.waiting import soon, until
@@ -122,6 +124,30 @@ async def test_a_redis_that_was_replaced_while_nobody_looked(shared_redis: Redis
         await mark_complete(catalog)
         await Reconciler(catalog, Meters()).check()
         assert await catalog.is_complete(deadline=soon())
+
+
+async def test_a_redis_that_is_used_again_after_another_one(tmp_path: Path) -> None:
+    """An address moves to another Redis, back, and again there. Each catalog was complete, and was told nothing of what
+    was stored since: one of two services marks it as incomplete, once.
+    """
+    with redis_server() as first, redis_server() as second, FaultyProxy(first.port) as proxy:
+        settings = load_settings({"hot": f"redis://127.0.0.1:{proxy.port}", "cold": f"file://{tmp_path}/records"})
+        async with open_catalog(settings) as catalog:
+            assert isinstance(catalog, RedisCatalog)
+            services = [Reconciler(catalog, Meters()) for _ in range(2)]
+            for number, server in enumerate((first, second, first, second)):
+                proxy.lead_to(server.port)
+                await until(lambda: catalog.epoch(deadline=soon()), despite=Unavailable)
+                if number < 2:
+                    await mark_complete(catalog)
+                assert await catalog.is_complete(deadline=soon())
+                for service in services:
+                    await service.check()
+                assert await catalog.is_complete(deadline=soon()) is (number == 0)
+                await mark_complete(catalog)
+                for service in services:
+                    await service.check()
+                assert await catalog.is_complete(deadline=soon())
 
 
 async def test_a_redis_that_has_an_older_state_again(tmp_path: Path) -> None:

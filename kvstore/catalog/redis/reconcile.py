@@ -44,9 +44,9 @@ class Reconciler:
     """Checks periodically whether a server evicted, expired or lost keys. If so, one of the services compares every hot
     boundary with the stored records, and stores the servers' counters for the others.
 
-    Marks the catalog as not complete when a server was replaced, since entries may be lost, and when a sample shows
-    records that no service reported. What a sample shows while it is incomplete is left to the rebuild; if some is
-    left after that, a later sample shows it.
+    Marks the catalog as not complete when a server was replaced, or is back after others were used in its place, since
+    it may lack entries. Also when a sample shows records that no service reported. What a sample shows while it is
+    incomplete is left to the rebuild; if some is left after that, a later sample shows it.
 
     Args:
         catalog: The caller closes it.
@@ -71,6 +71,8 @@ class Reconciler:
         self._clock = clock
         self._counters: list[ServerCounters] | None = None
         self._was_complete = False
+        self._servers: tuple[set[str], bytes] | None = None  # their run ids and the catalog's epoch, at the last check
+        self._left: tuple[set[str], bytes] | None = None  # the same of those that were used before these
 
     async def run(self) -> None:
         """Check until cancelled; after a failure, again in the next period. Pauses at least three times as long as the
@@ -100,6 +102,7 @@ class Reconciler:
             if sample.lacks_totals:
                 await self._mark_incomplete("the catalog has lost totals")
         counters = await self._read_counters()
+        await self._check_servers(run_ids(counters))
         is_known = (
             counters == self._counters and await self._catalog.read_counters(deadline=self._deadline()) is not None
         )
@@ -122,6 +125,18 @@ class Reconciler:
         if self._was_complete and not is_complete:
             _log.warning("the catalog is no longer complete: %s", _NEXT_STEP)
         self._was_complete = is_complete
+
+    async def _check_servers(self, servers: set[str]) -> None:
+        """Check whether servers are used again that were left for others, as when an address moves and moves back. They
+        lack what was reported to the others, though none was restarted. In another epoch than before, a service has
+        marked the catalog since.
+        """
+        now = (servers, await self._catalog.epoch(deadline=self._deadline()))
+        if self._servers is not None and servers != self._servers[0]:
+            if now == self._left:
+                await self._mark_incomplete("the address of the catalog's Redis moved, and it may lack entries")
+            self._left = self._servers
+        self._servers = now
 
     async def _mark_incomplete(self, why: str) -> None:
         await self._catalog.mark_incomplete(deadline=self._deadline())
