@@ -537,7 +537,7 @@ class Session:
 
     def _progress_of(self, request: messages.Request) -> Progress:
         loop = asyncio.get_running_loop()
-        sent_at_s, staged_bytes = 0.0, 0
+        sent_at_s, staged_bytes = loop.time(), 0
 
         def send(*, working: bool) -> None:
             nonlocal sent_at_s

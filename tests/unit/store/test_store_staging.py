@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 from store_harness import LIMITS, MIB, fill, opened, slow_tier, stage
 
 from kvstore.api import Staged
+from kvstore.client import ClientOptions
 from kvstore.format.header_v1 import HEADER_BYTES
 from kvstore.format.record import seal
 from kvstore.model.keys import Boundary
@@ -16,6 +18,7 @@ from kvstore.model.kinds import Keyed
 from kvstore.model.layout import GroupLayout, Layout, Span
 from kvstore.runtime.instruments import Instruments
 from kvstore.runtime.tracing import RequestContext, request_context
+from kvstore.runtime.turns import still_working
 from kvstore.store.recorder import Recorder
 from kvstore.store.tiered import TieredStore
 from kvstore.testing.dict_catalog import CatalogBooks, DictCatalog
@@ -51,6 +54,22 @@ class TestStages:
             staged = await stage(store, prompt)
             assert staged.resume_tokens == 192
             assert staged.sources == {"memory": 2, "redis": 2, "s3": 2}
+
+    async def test_a_stage_is_not_silent_for_as_long_as_its_client_waits(self) -> None:
+        """The hot tier hangs during the lookup, then the cold one during the reads: together longer than a client
+        waits for a sign. Else it would take the service for dead, and its other calls would fail too.
+        """
+        prompt, hot, cold = Prompt(ATTENTION, "a", 256), slow_tier("redis"), slow_tier("s3")
+        await fill(cold, prompt)
+        hot.frozen, cold.get_limit = True, 0
+        loop, client_waits_s = asyncio.get_running_loop(), ClientOptions().stall_timeout_s
+        async with opened(prompt, hot=hot, cold=cold) as store:
+            signs_s = [loop.time()]
+            still_working.set(lambda: signs_s.append(loop.time()))
+            assert (await stage(store, prompt)).lease is None
+            signs_s.append(loop.time())
+        assert signs_s[-1] - signs_s[0] > client_waits_s
+        assert max(after - before for before, after in pairwise(signs_s)) < client_waits_s
 
     async def test_concurrent_stages_of_one_prefix_fetch_once(self) -> None:
         """Eight engines ask for the same prompt at the same time: each record is read once, all eight have a lease."""
