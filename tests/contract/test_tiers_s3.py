@@ -54,7 +54,7 @@ async def test_quarantine_keeps_the_bytes(medium: S3Medium) -> None:
 
 
 async def test_an_object_that_is_replaced_while_it_is_judged(medium: S3Medium, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Another writer's good record takes the name of a damaged one that is being read: it stays."""
+    """Another writer's good record takes the name of a damaged one that is being read: it stays, and is served."""
     tier = await medium.open_tier()
     record = make_record(1)
     await tier.put(record, deadline=soon())
@@ -66,7 +66,8 @@ async def test_an_object_that_is_replaced_while_it_is_judged(medium: S3Medium, m
         return verdict
 
     monkeypatch.setattr("kvstore.tiers.s3.tier.open_off_loop", judged)
-    assert await tier.get(record.key, deadline=soon()) is None
+    found = await tier.get(record.key, deadline=soon())
+    assert found is not None and found.data == record.data
     assert await medium.read(record.key) == record.data
     assert tier.num_quarantined == 0
     await tier.aclose()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AbstractAsyncContextManager
 
@@ -19,7 +20,10 @@ from kvstore.tiers.base import Entry, PutOutcome, Tier, TierUsage
 from kvstore.tiers.locations import S3Location
 from kvstore.tiers.s3.client import Credentials, S3Client
 from kvstore.tiers.s3.failures import Conflict, Taken
+from kvstore.tiers.s3.objects import allocate_once
 from kvstore.tiers.verify import QuarantineBudget, allocate_exactly, is_same, open_off_loop
+
+_log = logging.getLogger(__name__)
 
 _CONFLICT_ATTEMPTS = 4
 _CONFLICT_WAIT_S = 0.05
@@ -88,19 +92,25 @@ class S3Tier(Tier):
                 raise CorruptRecord("the object is too large for a record", limit=MAX_RECORD_BYTES, seen=num_bytes)
             return allocate_exactly(num_bytes, allocate)
 
-        try:
-            async with self._until(deadline, "reading a record"):
-                found = await self._client.get_record(self._name(key), receive_into)
-        except CorruptRecord as error:
-            await self._quarantine_too_large(key, str(error), deadline)
-            return None
-        if found is None:
-            return None
-        # outside the deadline: a busy processor must not count as a failure of S3
-        opened = await open_off_loop(found.data, key)
-        if isinstance(opened, Record):
-            return opened
-        await self._quarantine(key, opened, found.tag, deadline)
+        place, before = allocate_once(receive_into), None
+        for _ in range(2):  # bytes that were damaged on their way differ when they are read again
+            try:
+                async with self._until(deadline, "reading a record"):
+                    found = await self._client.get_record(self._name(key), place)
+            except CorruptRecord as error:
+                await self._quarantine_too_large(key, str(error), deadline)
+                return None
+            if found is None:
+                return None
+            # outside the deadline: a busy processor must not count as a failure of S3
+            opened = await open_off_loop(found.data, key)
+            if isinstance(opened, Record):
+                return opened
+            if before is not None and is_same(found.data, before):
+                await self._quarantine(key, opened, found.tag, deadline)
+                return None
+            before = memoryview(bytes(found.data))
+        _log.warning("a record of S3 was damaged on its way twice: check the network's devices key=%s %s", key, opened)
         return None
 
     async def put(self, record: Record, *, deadline: Deadline) -> PutOutcome:

@@ -16,7 +16,7 @@ from kvstore.errors import InvalidRequest, Unavailable
 from kvstore.format.names import format_name
 from kvstore.runtime.deadline import Deadline
 from kvstore.runtime.instruments import Instruments
-from kvstore.testing.records import make_key, make_record
+from kvstore.testing.records import flipped, make_key, make_record
 from kvstore.tiers.base import PutOutcome
 from kvstore.tiers.guarded import GuardedTier
 from kvstore.tiers.locations import S3Location
@@ -309,6 +309,24 @@ async def test_body_that_breaks_off() -> None:
         with pytest.raises(Unavailable, match="did not answer in full"):
             await tier.get(record.key, deadline=Deadline.after(30))
         assert tier.num_quarantined == 0
+
+
+@pytest.mark.parametrize("damaged_bits", [[8 * 500], [8 * 500, 8 * 600], [8 * 3, 8 * 600]])
+async def test_bytes_that_are_damaged_on_their_way(damaged_bits: list[int]) -> None:
+    """They are read once more, into the same buffer. The object is whole, so it is not quarantined."""
+    record = make_record(1, 100_000)
+    head = f"HTTP/1.1 200 OK\r\nContent-Length: {record.num_bytes}\r\nConnection: close\r\n\r\n".encode()
+    bodies = [*(flipped(bytes(record.data), bit) for bit in damaged_bits), bytes(record.data)]
+    buffers: list[memoryview] = []
+
+    def allocate(num_bytes: int) -> memoryview:
+        buffers.append(memoryview(bytearray(num_bytes)))
+        return buffers[-1]
+
+    async with tier_that_hears(*(head + body for body in bodies)) as (tier, requests):
+        found = await tier.get(record.key, deadline=Deadline.after(30), allocate=allocate)
+        assert (found.data if found is not None else None) == (record.data if len(damaged_bits) < 2 else None)
+        assert (len(requests), len(buffers), tier.num_quarantined) == (2, 1, 0)
 
 
 async def test_absurd_size_is_refused_before_allocating() -> None:
