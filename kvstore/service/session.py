@@ -537,11 +537,12 @@ class Session:
 
     def _progress_of(self, request: messages.Request) -> Progress:
         loop = asyncio.get_running_loop()
-        sent_at_s, staged_bytes = loop.time(), 0
+        began_s, sent_at_s, staged_bytes = loop.time(), 0.0, 0
 
         def send(*, working: bool) -> None:
             nonlocal sent_at_s
-            if loop.time() - sent_at_s >= self._limits.stage_progress_s:
+            before_s = max(began_s, sent_at_s) if working else sent_at_s  # the first bytes are told at once
+            if loop.time() - before_s >= self._limits.stage_progress_s:
                 sent_at_s = loop.time()
                 self.connection.post(messages.StageProgress(request.id, staged_bytes, working))
 
