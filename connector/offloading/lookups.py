@@ -15,6 +15,8 @@ from kvstore.runtime.clock import SYSTEM_CLOCK
 _log = logging.getLogger("vllm.kvstore")  # below vLLM's logger, so that its handlers and levels apply
 
 _NUM_THREADS = 4
+_TURN_FACTOR = 10
+"""How many times as long as for an answer a lookup waits for its turn."""
 _NO_PLACE = 1 << 32
 Key = bytes
 """vLLM's key of a chunk: the hash of all tokens up to its end, and its group's index."""
@@ -94,7 +96,8 @@ class Lookups:
     """Answers vLLM's question about each chunk at once. Belongs to the scheduler's thread.
 
     Args:
-        timeout_s: A chunk whose answer takes longer is a miss.
+        timeout_s: For so long the store may answer nothing; then each chunk that waits is a miss. While it answers
+            others, a chunk waits for its turn ten times as long: many requests may come in one step.
         count_misses: Called with the reason of misses and their number.
     """
 
@@ -103,6 +106,7 @@ class Lookups:
         self._count_misses = count_misses
         self._requests: dict[str, Request] = {}
         self._unsent: list[Request] = []
+        self._answered_s = float("-inf")
         self._threads = ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="kvstore-lookup")
 
     def request(self, request_id: str) -> Request:
@@ -121,9 +125,14 @@ class Lookups:
             if not request.unsent:
                 self._unsent.append(request)
             request.unsent.append(key)
-        elif verdicts[key] is None and SYSTEM_CLOCK.monotonic_s() - request.asked_s[key] >= self._timeout_s:
+        elif verdicts[key] is None and self._is_late(request.asked_s[key]):
             self.refuse(request, [key], "lookup_timeout")
         return verdicts[key]
+
+    def _is_late(self, asked_s: float) -> bool:
+        now_s = SYSTEM_CLOCK.monotonic_s()
+        is_silent = now_s - max(asked_s, self._answered_s) >= self._timeout_s
+        return is_silent or now_s - asked_s >= _TURN_FACTOR * self._timeout_s
 
     def refuse(self, request: Request, keys: Sequence[Key], reason: str) -> None:
         """Note that chunks cannot be loaded: each is a miss for this request, or vLLM would try it for ever."""
@@ -166,12 +175,12 @@ class Lookups:
 
     def _ask(self, door: PageDoor, request: Request, keys: Sequence[Key]) -> None:
         """Ask the store about chunks of one group."""
-        left_s = request.asked_s[keys[0]] + self._timeout_s - SYSTEM_CLOCK.monotonic_s()
         found, reason = [False] * len(keys), "lookup_timeout"
         try:
-            if left_s > 0:
+            if not self._is_late(request.asked_s[keys[0]]):
                 reason = "lookup_failed"
-                found, reason = door.present(keys, timeout_s=left_s), "nothing_stored"
+                found, reason = door.present(keys, timeout_s=self._timeout_s), "nothing_stored"
+                self._answered_s = SYSTEM_CLOCK.monotonic_s()
         except KVStoreError as error:
             _log.debug("kvstore: lookup of %d chunks: %s", len(keys), error)
         except Exception:  # noqa: BLE001 - a thread's top: an answer is due

@@ -541,7 +541,7 @@ class Session:
 
         def send(*, working: bool) -> None:
             nonlocal sent_at_s
-            before_s = max(began_s, sent_at_s) if working else sent_at_s  # the first bytes are told at once
+            before_s = max(began_s, sent_at_s) if working else sent_at_s  # the first bytes are reported at once
             if loop.time() - before_s >= self._limits.stage_progress_s:
                 sent_at_s = loop.time()
                 self.connection.post(messages.StageProgress(request.id, staged_bytes, working))

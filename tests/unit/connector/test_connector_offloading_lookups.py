@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections import Counter
 from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any, cast
+
+import pytest
 
 from connector.offloading.lookups import Lookups, Request
 from kvstore.testing.waiting import eventually
@@ -47,6 +50,37 @@ def test_an_answer_that_came_in_time_counts_after_a_long_step(monkeypatch: Any) 
     now_s[0] += 2 * TIMEOUT_S
     assert [lookups.lookup(request, key) for request, key in zip(requests, KEYS, strict=True)] == [True, True]
     assert not missed.total()
+    lookups.close()
+
+
+class SlowDoor:
+    """The store: each answer takes half of the time that it may."""
+
+    layout = SimpleNamespace(chained=False)
+
+    def __init__(self, now_s: list[float]) -> None:
+        self._now_s = now_s
+        self._lock = threading.Lock()
+
+    def present(self, keys: Sequence[bytes], *, timeout_s: float) -> list[bool]:
+        with self._lock:
+            self._now_s[0] += TIMEOUT_S / 2
+        return [True] * len(keys)
+
+
+@pytest.mark.parametrize(("num_requests", "num_found"), [(16, 16), (100, 20)])
+def test_many_requests_of_one_step_wait_for_their_turn(monkeypatch: Any, num_requests: int, num_found: int) -> None:
+    """The store answers one after the other, each in time: none is a miss before it has waited ten times as long."""
+    now_s = [100.0]
+    monkeypatch.setattr("connector.offloading.lookups.SYSTEM_CLOCK", SimpleNamespace(monotonic_s=lambda: now_s[0]))
+    missed = Counter[str]()
+    lookups = Lookups(TIMEOUT_S, lambda reason, num: missed.update({reason: num}))
+    requests = [lookups.request(str(number)) for number in range(num_requests)]
+    assert [lookups.lookup(request, KEYS[0]) for request in requests] == [None] * num_requests
+    lookups.send(cast(Any, {0: SlowDoor(now_s)}))
+    eventually(lambda: all(request.answers for request in requests))
+    found = [lookups.lookup(request, KEYS[0]) for request in requests].count(True)
+    assert num_found <= found <= num_found + 4 and missed == Counter(lookup_timeout=num_requests - found)
     lookups.close()
 
 
