@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import logging
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
+from connector.logs import LOG
 from kvstore.client import PageDoor
 from kvstore.errors import KVStoreError
 from kvstore.runtime.clock import SYSTEM_CLOCK
-
-_log = logging.getLogger("vllm.kvstore")  # below vLLM's logger, so that its handlers and levels apply
 
 _NUM_THREADS = 4
 _TURN_FACTOR = 10
@@ -182,8 +180,8 @@ class Lookups:
                 found, reason = door.present(keys, timeout_s=self._timeout_s), "nothing_stored"
                 self._answered_s = SYSTEM_CLOCK.monotonic_s()
         except KVStoreError as error:
-            _log.debug("kvstore: lookup of %d chunks: %s", len(keys), error)
+            LOG.debug("kvstore: lookup of %d chunks: %s", len(keys), error)
         except Exception:  # noqa: BLE001 - a thread's top: an answer is due
-            _log.exception("kvstore: a lookup failed")
+            LOG.exception("kvstore: a lookup failed")
         request.answers.append(Answer(keys, found, reason))
         request.report(door, keys, found.index(False) if False in found else len(found), reason)

@@ -6,7 +6,6 @@ vLLM calls it in its scheduler's process, between two steps of the engine. So no
 
 from __future__ import annotations
 
-import logging
 import os
 import threading
 from collections import Counter
@@ -28,7 +27,7 @@ from vllm.v1.kv_offload.base import (
 from vllm.v1.kv_offload.tiering.backpressure import BackpressureDetector
 from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, TransferJob
 
-from connector.logs import join_vllm_logs
+from connector.logs import LOG, join_vllm_logs
 from connector.offloading.engine import Engine, describe_groups, read_engine
 from connector.offloading.lookups import Doors, Lookups, Request
 from connector.offloading.transfers import Done, Job, Transfers
@@ -41,8 +40,6 @@ from kvstore.client import PageDoor
 from kvstore.codec import CodecPool
 from kvstore.errors import Closed, InvalidRequest, KVStoreError
 from kvstore.model.keys import NamespaceId
-
-_log = logging.getLogger("vllm.kvstore")  # below vLLM's logger, so that its handlers and levels apply
 
 _SETTINGS = (*STORE_SETTINGS, "lookup_timeout_ms", "weights_may_change", "trust_mm_uuids", "allow_untested_vllm")
 _DEFAULTS = {"lookup_timeout_ms": 80}
@@ -121,7 +118,7 @@ class KVStoreTier(SecondaryTierManager):
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
         flags, complaints = read_flags(req_context.kv_transfer_params)
         for complaint in complaints:
-            _log.debug("kvstore: request %s: %s", req_context.req_id, complaint)
+            LOG.debug("kvstore: request %s: %s", req_context.req_id, complaint)
         self._flags[req_context.req_id] = flags
         return RequestOffloadingContext()
 
@@ -303,9 +300,9 @@ class KVStoreTier(SecondaryTierManager):
                 if self.refusal:  # by the engine's thread, while this one opened them
                     self._doors = {}
                     return
-                _log.info("kvstore: caching offloaded chunks at %s, namespaces %s", self._store.url, namespaces)
+                LOG.info("kvstore: caching offloaded chunks at %s, namespaces %s", self._store.url, namespaces)
                 return
 
     def _refuse(self, reason: object) -> None:
         self.refusal, self._doors = str(reason), {}
-        _log.warning("kvstore: this engine is not cached: %s", reason)
+        LOG.warning("kvstore: this engine is not cached: %s", reason)

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import logging
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 
+from connector.logs import LOG
 from connector.offloading.lookups import Doors, Key, Request
 from kvstore.api import Deadline
 from kvstore.client import PageDoor
 from kvstore.errors import InvalidRequest, KVStoreError
 from kvstore.runtime.clock import SYSTEM_CLOCK
-
-_log = logging.getLogger("vllm.kvstore")
 
 _LOAD_THREADS, _STORE_THREADS = 2, 2
 
@@ -123,7 +121,7 @@ class Transfers:
             for group, indexes in job.request.by_group(job.keys).items():
                 succeeded += move(job, doors[group], indexes, deadline)
         except Exception:  # noqa: BLE001 - a thread's top: the scheduler waits for the job
-            _log.exception("kvstore: job %d failed", job.id)
+            LOG.exception("kvstore: job %d failed", job.id)
         self._done.append(Done(job, succeeded, seconds=SYSTEM_CLOCK.monotonic_s() - started_s))
 
     def _pages(self, job: Job, indexes: Sequence[int]) -> list[list[memoryview]]:
@@ -137,7 +135,7 @@ class Transfers:
         try:
             were_stored = door.write_from(keys, self._pages(job, indexes), after=before, timeout_s=left_s)
         except KVStoreError as error:
-            _log.debug("kvstore: job %d: %s", job.id, error)
+            LOG.debug("kvstore: job %d: %s", job.id, error)
             return []
         return [key for key, was_stored in zip(keys, were_stored, strict=True) if was_stored]
 
@@ -152,13 +150,13 @@ class Transfers:
             try:
                 num_read = door.read_into(part, pages, timeout_s=deadline.remaining_s)
             except InvalidRequest as error:
-                _log.debug("kvstore: job %d: %s", job.id, error)
+                LOG.debug("kvstore: job %d: %s", job.id, error)
                 if step > 1:
                     step = 1  # it says of no chunk that it was read: so each one by itself
                     continue
                 num_read = 0
             except KVStoreError as error:
-                _log.debug("kvstore: job %d: %s", job.id, error)
+                LOG.debug("kvstore: job %d: %s", job.id, error)
                 break
             loaded += part[:num_read]
             at += num_read
