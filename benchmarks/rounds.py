@@ -15,7 +15,6 @@ from pathlib import Path
 from benchmarks.program import Column, counts, names_of, run_rows
 from kvstore.catalog.base import Addition, Step
 from kvstore.catalog.changes import packed_with
-from kvstore.catalog.coordination import SoleOwnership
 from kvstore.catalog.entry import EntryShape, EntryTable, Level
 from kvstore.eviction.candidates import POLICIES, Candidate
 from kvstore.model.keys import NamespaceId, PrefixHash, RecordKey
@@ -24,6 +23,7 @@ from kvstore.model.layout import GroupLayout, Layout
 from kvstore.runtime.clock import SYSTEM_CLOCK
 from kvstore.runtime.deadline import Deadline
 from kvstore.runtime.instruments import Instruments
+from kvstore.store.recorder import Recorder
 from kvstore.store.retention.owner import RetentionOwner
 from kvstore.store.retention.policy_choice import PolicyChoice
 from kvstore.store.retention.rules import RetentionRules
@@ -148,13 +148,14 @@ async def _round(num_entries: int, policy: str) -> Row:
     tier = _Nothing(1 << 20)
     deadline = Deadline.after(600.0)
     await catalog.register(NAMESPACE, _LAYOUT, "", deadline=deadline)
+    instruments = Instruments()
     retention = RetentionOwner(
         tier,
-        catalog,
-        SoleOwnership(),
+        Recorder(catalog, instruments),
+        catalog.ownership(60.0),
         RetentionRules(budget_bytes=32 * num_entries * _RECORD_BYTES, start_share=0.97, stop_share=0.92),
         choice=PolicyChoice([Candidate(policy)]),
-        instruments=Instruments(),
+        instruments=instruments,
     )
     stop_s = stop_cpu_s = 0.0
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import TypeVar
 
+from kvstore.catalog.coordination import MarkBook, Ownership
 from kvstore.catalog.entry import LEAVING_AT, BoundaryEntry, EntryShape, EntryTable, Level, entry_of
 from kvstore.errors import Closed, InvalidRequest, Unavailable
 from kvstore.model.keys import NamespaceId, PrefixHash, RecordKey
@@ -395,6 +396,14 @@ class Catalog(ABC):
     @abstractmethod
     async def tombstones(self, *, limit: int, deadline: Deadline) -> list[Tombstone]:
         """The most recent removals, latest first; a bounded number is kept."""
+
+    @abstractmethod
+    def ownership(self, lease_s: float) -> Ownership:
+        """Leases among the services that share this catalog."""
+
+    @abstractmethod
+    def mark_book(self) -> MarkBook:
+        """Marks of hints, for the one of these services that evicts."""
 
     async def aclose(self) -> None:
         """Close the files that the catalog opened. Idempotent."""

@@ -19,6 +19,7 @@ from kvstore.catalog.base import (
     Use,
 )
 from kvstore.catalog.changes import EntryEdit, packed_with
+from kvstore.catalog.coordination import LocalMarkBook, MarkBook, Ownership, SoleOwnership
 from kvstore.catalog.entry import LAST_USE_AT, PINNED_AT, BoundaryEntry, EntryTable, Level, entry_of
 from kvstore.errors import InvalidRequest
 from kvstore.model.keys import PREFIX_BYTES, NamespaceId, PrefixHash
@@ -35,6 +36,12 @@ class LocalCatalog(Catalog):
     """Implements every change of entries, totals and tombstones. A subclass implements the medium: reading and writing
     single entries, sums and tombstones, and running a piece of work on it.
     """
+
+    def ownership(self, lease_s: float) -> Ownership:
+        return SoleOwnership()
+
+    def mark_book(self) -> MarkBook:
+        return LocalMarkBook()
 
     # the medium
 

@@ -18,7 +18,7 @@ from kvstore.catalog.entry import Level
 from kvstore.cli.options import AsJson, Config, TokenFile, parse_size, quieted
 from kvstore.cli.printing import bytes_text, print_table, progress_bar, table_of
 from kvstore.cli.service import ServiceUrl, check_store, store_in_use
-from kvstore.compose import open_catalog, open_ownership, open_tier
+from kvstore.compose import open_catalog, open_tier
 from kvstore.errors import InvalidRequest, Unavailable
 from kvstore.format.manifest import STORE_VERSION_PLACE, check_store_version
 from kvstore.format.names import ROOT
@@ -66,7 +66,7 @@ async def open_runner(
     async with AsyncExitStack() as stack:
         tiers = await _open_tiers(settings, stack)
         catalog = await stack.enter_async_context(open_catalog(settings))
-        ownership = await open_ownership(settings, stack, lease_s=lease_s)
+        ownership = catalog.ownership(lease_s)
         yield Runner(KeyStep(ring), tiers, catalog, ownership, lease_s=lease_s, rate=rate, progress=progress)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvstore.compose.retention import open_book, open_ownership
+from kvstore.compose.retention import open_book
 from kvstore.compose.store import open_catalog, open_served_store, open_store, open_tier
 
-__all__ = ["open_book", "open_catalog", "open_ownership", "open_served_store", "open_store", "open_tier"]
+__all__ = ["open_book", "open_catalog", "open_served_store", "open_store", "open_tier"]

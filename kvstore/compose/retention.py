@@ -9,10 +9,6 @@ from kvstore.catalog.base import Gate
 from kvstore.catalog.coordination import (
     OPERATOR_RULES,
     FileTextStore,
-    LocalMarkBook,
-    MarkBook,
-    Ownership,
-    SoleOwnership,
     TextStore,
     TextStoreKind,
 )
@@ -78,7 +74,7 @@ async def open_retention(
         start_bytes = int(budget_bytes * bounds.start_share)
         budget_gate = BudgetGate(budget_bytes, start_bytes, instruments.clock, is_shared=not is_alone)
     admission = _admission(settings, recorder, cold, instruments, is_bounded=budget_bytes is not None)
-    marks = HintMarks(await _open_marks(settings, stack, gate), instruments)
+    marks = HintMarks(recorder.catalog.mark_book(), instruments)
     stack.push_async_callback(marks.aclose)
     choice = PolicyChoice(
         candidates_of(settings.retention_policy, settings.retention_admission),
@@ -88,13 +84,12 @@ async def open_retention(
     )
     owner = RetentionOwner(
         cold,
-        recorder.catalog,
-        await open_ownership(settings, stack, lease_s=LEASE_S, gate=gate),
+        recorder,
+        recorder.catalog.ownership(LEASE_S),
         bounds,
         choice=choice,
         instruments=instruments,
         hot=hot,
-        num_refused=lambda: recorder.num_refused,
         budget_gate=budget_gate,
     )
     stack.push_async_callback(owner.aclose)
@@ -175,30 +170,6 @@ def _admission(
     if recorder is None:
         return ColdAdmission(rule, instruments)
     return ColdAdmission(rule, instruments, recorder.parents.of)
-
-
-async def open_ownership(
-    settings: Settings, stack: AsyncExitStack, *, lease_s: float, gate: Gate | None = None
-) -> Ownership:
-    """Who may evict: a directory has one owner, a shared tier is owned by lease."""
-    if not isinstance(settings.hot, RedisLocation):
-        return SoleOwnership()
-    from kvstore.catalog.redis.coordination import RedisOwnership
-    from kvstore.tiers.redis import open_control
-
-    client = await stack.enter_async_context(open_control(settings.hot, refuses_newer=gate is not None))
-    return RedisOwnership(client, lease_s=lease_s, gate=gate)
-
-
-async def _open_marks(settings: Settings, stack: AsyncExitStack, gate: Gate | None) -> MarkBook:
-    """Where hints are kept for the owner of a namespace: beside the catalog, if other services share that."""
-    if not isinstance(settings.hot, RedisLocation):
-        return LocalMarkBook()
-    from kvstore.catalog.redis.coordination import RedisMarkBook
-    from kvstore.tiers.redis import open_control
-
-    client = await stack.enter_async_context(open_control(settings.hot, refuses_newer=gate is not None))
-    return RedisMarkBook(client, gate=gate)
 
 
 async def _directory_bytes(settings: Settings, directory: Tier, instruments: Instruments) -> int | None:

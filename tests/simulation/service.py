@@ -133,13 +133,12 @@ class Service:
             budget_gate = BudgetGate(budget_bytes, int(budget_bytes * start), clock, is_shared=True)
             retention = RetentionOwner(
                 cold,
-                catalog,
+                self.recorder,
                 catalog.ownership(OWNER_LEASE_S),
                 RetentionRules(budget_bytes=budget_bytes, start_share=start, stop_share=stop),
                 choice=choice,
                 instruments=instruments,
                 hot=hot,
-                num_refused=lambda: self.recorder.num_refused,
                 budget_gate=budget_gate,
             )
             stack.push_async_callback(retention.aclose)

@@ -26,9 +26,9 @@ from kvstore.catalog.base import (
     Use,
 )
 from kvstore.catalog.changes import packed_with
-from kvstore.catalog.coordination import Ownership
+from kvstore.catalog.coordination import MarkBook, Ownership
 from kvstore.catalog.entry import MARK_AT, BoundaryEntry, EntryTable, Level, entry_of
-from kvstore.catalog.redis.coordination import RedisOwnership
+from kvstore.catalog.redis.coordination import RedisMarkBook, RedisOwnership
 from kvstore.catalog.redis.counters import ServerCounters, counters_of, format_counters, parse_counters, run_ids
 from kvstore.catalog.redis.entry_names import ROOT, GetEntries, entry_name, parse_entry_name
 from kvstore.catalog.redis.nodes import NUM_SLOTS, Call, RedisNodes
@@ -370,8 +370,10 @@ class RedisCatalog(Catalog):
         return [bool(reply) for reply in await self._run(calls, deadline)]
 
     def ownership(self, lease_s: float) -> Ownership:
-        """Leases among the services that share this Redis."""
         return RedisOwnership(self._nodes.client, lease_s=lease_s, gate=self._gate)
+
+    def mark_book(self) -> MarkBook:
+        return RedisMarkBook(self._nodes.client, gate=self._gate)
 
     async def write_counters(self, counters: list[ServerCounters], *, deadline: Deadline) -> None:
         """Say, for all services, that entries were compared with records when the servers had these counters."""

@@ -15,6 +15,9 @@ from kvstore.model.keys import NamespaceId
 from kvstore.runtime.deadline import Deadline
 
 _OWNER_BYTES = 16
+_CALLS_MAX = 2
+"""Connections of leases and of marks: they share the client of a catalog, whose pool has few beyond the catalog's own
+calls."""
 _MARKS_S = 604_800
 _MARKS_AT_ONCE = 1024
 """Marks that are set, read or dropped in one command: Redis serves no other client until it has ended."""
@@ -52,7 +55,7 @@ class RedisOwnership(Ownership):
     """
 
     def __init__(self, client: Any, *, lease_s: float, gate: Gate | None = None) -> None:
-        self._nodes = RedisNodes(client, "the leases", gate=gate)
+        self._nodes = RedisNodes(client, "the leases", gate=gate, calls_max=_CALLS_MAX)
         self._lease_ms = max(1, round(lease_s * 1000))
         self._owner = secrets.token_bytes(_OWNER_BYTES)  # identifies this process among all that share the server
 
@@ -119,7 +122,7 @@ class RedisMarkBook(MarkBook):
     """
 
     def __init__(self, client: Any, *, gate: Gate | None = None) -> None:
-        self._nodes = RedisNodes(client, "the marks of hints", gate=gate)
+        self._nodes = RedisNodes(client, "the marks of hints", gate=gate, calls_max=_CALLS_MAX)
 
     async def put(self, namespace: NamespaceId, marks: Mapping[bytes, bytes], *, deadline: Deadline) -> bool:
         if int(await self._nodes.one(("HLEN", _marks(namespace)), deadline=deadline)) >= MARKS_MAX:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import replace
 
 import numpy as np
 
-from kvstore.catalog.base import Catalog, LeaveReason
+from kvstore.catalog.base import LeaveReason
 from kvstore.catalog.coordination import Ownership
 from kvstore.catalog.entry import LEAVING_AT, BoundaryEntry, EntryTable, Level
 from kvstore.errors import Closed, CorruptRecord, KVStoreError, Unavailable, UnsupportedFormat
@@ -21,6 +21,7 @@ from kvstore.runtime.background import Background
 from kvstore.runtime.deadline import Deadline
 from kvstore.runtime.instruments import Instruments
 from kvstore.runtime.pauses import age_objects, collector_paused
+from kvstore.store.recorder import Recorder
 from kvstore.store.retention.backpressure import BudgetGate
 from kvstore.store.retention.evictor import Evictor
 from kvstore.store.retention.held import Listing
@@ -59,39 +60,38 @@ class RetentionOwner:
 
     Args:
         tier: Where to delete; not wrapped in a `CataloguedTier`.
-        catalog: Stays the caller's.
+        recorder: Names the catalog, and how many additions the catalog has refused because their boundary is being
+            deleted. When the number grows, a round starts, which ends deletions that a service has abandoned: until
+            then such a boundary takes no record.
         ownership: Leases on namespaces among the services that share the tier.
         hot: The hot tier, not wrapped either: deletions from it that a service has abandoned are ended too. `None`:
             there is none with entries in this catalog.
-        num_refused: Returns how many additions the catalog has refused because their boundary is being deleted. When
-            the number grows, a round starts, which ends deletions that a service has abandoned: until then such a
-            boundary takes no record.
         budget_gate: Learns how much is held and what was evicted; `None`: no writer waits for eviction.
     """
 
     def __init__(
         self,
         tier: Tier,
-        catalog: Catalog,
+        recorder: Recorder,
         ownership: Ownership,
         rules: RetentionRules,
         *,
         choice: PolicyChoice,
         instruments: Instruments,
         hot: Tier | None = None,
-        num_refused: Callable[[], int] = lambda: 0,
         budget_gate: BudgetGate | None = None,
     ) -> None:
         self._tier = tier
         self._hot = hot
-        self._catalog = catalog
+        self._recorder = recorder
+        self._catalog = recorder.catalog
         self._ownership = ownership
         self._rules = rules
         self._choice = choice
         self._meters = instruments.meters
         self._clock = instruments.clock
         self._gate = budget_gate
-        self._evictor = Evictor(tier, catalog, instruments, self._on_freed, self._check_tier)
+        self._evictor = Evictor(tier, recorder.catalog, instruments, self._on_freed, self._check_tier)
         self._background = Background(f"retention of {tier.name}")
         self._owned: set[NamespaceId] = set()
         self._is_over = False
@@ -104,7 +104,6 @@ class RetentionOwner:
         """The namespaces that had entries when the totals were read last."""
         self._unreadable: set[NamespaceId] = set()
         self._swept_s = float("-inf")
-        self._num_refused = num_refused
         self._num_seen = 0
         self._find_broken_at_s = float("inf")
         self._find_broken_s = _BROKEN_S
@@ -185,7 +184,7 @@ class RetentionOwner:
             Unavailable: The tier is not used, or the catalog did not answer. A later round finishes evictions that this
                 one began.
         """
-        num_refused = self._num_refused()
+        num_refused = self._recorder.num_refused
         may_finish = self._evictor.has_unfinished or num_refused != self._num_seen
         if self._rules.hold_nothing and not may_finish:
             return 0

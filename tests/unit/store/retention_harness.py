@@ -19,6 +19,7 @@ from kvstore.runtime.clock import SYSTEM_CLOCK
 from kvstore.runtime.deadline import Deadline
 from kvstore.runtime.instruments import Instruments
 from kvstore.runtime.meters import Meters
+from kvstore.store.recorder import Recorder
 from kvstore.store.retention.backpressure import BudgetGate
 from kvstore.store.retention.owner import RetentionOwner
 from kvstore.store.retention.policy_choice import PolicyChoice
@@ -74,13 +75,14 @@ class RetainedTier:
         choice: PolicyChoice | None = None,
         **rules: object,
     ) -> RetentionOwner:
+        instruments = Instruments(self.clock, self.meters)
         return RetentionOwner(
             self.tier,
-            self.catalog,
+            Recorder(self.catalog, instruments),
             ownership or SoleOwnership(),
             RetentionRules(**{"start_share": 0.97, "stop_share": 0.92, **rules}),  # type: ignore[arg-type]
             choice=choice or PolicyChoice([Candidate("lru")]),
-            instruments=Instruments(self.clock, self.meters),
+            instruments=instruments,
             hot=hot,
             budget_gate=budget_gate,
         )
