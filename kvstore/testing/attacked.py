@@ -11,7 +11,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -136,28 +135,6 @@ class AttackedService(Service):
         """A client; the caller closes it. `None`: with the healthy client's token."""
         return connect(self.url, options=ClientOptions(token=self.token if token is None else token))
 
-    async def ready(self) -> None:
-        """Return when it answers.
-
-        Raises:
-            Unavailable: It does not within a minute.
-        """
-        deadline = Deadline.after(_START_S)
-        client = self.client()
-        try:
-            while True:
-                with suppress(Unavailable):
-                    await client.wait_ready(deadline=deadline.earlier(1.0))
-                    return
-                if deadline.expired or not self.process.running:
-                    raise Unavailable("the service of the test does not start", log=self.log_tail())
-        finally:
-            await client.aclose()
-
-    def start(self) -> None:
-        """Return at once; see `ready`."""
-        self.process.start()
-
     def __exit__(self, *_: object) -> None:
         self.process.stop(_START_S)
 
@@ -173,7 +150,6 @@ async def beside(service: AttackedService, attack: Callable[[], Awaitable[object
     Raises:
         AssertionError: The client was refused, or the service has ended.
     """
-    await service.ready()
     command = [sys.executable, "-m", "kvstore.testing.attacked", service.url, service.token]
     read_end, write_end = os.pipe()
     with os.fdopen(write_end, "wb") as output:

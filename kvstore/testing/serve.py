@@ -34,6 +34,10 @@ def bare_environment() -> dict[str, str]:
     return {**bare, "PYTHONPATH": os.pathsep.join(path)}
 
 
+IN_MEMORY = {"hot": "memory:", "cold": "memory:", "memory_bytes": "64MiB", "admin_listen": "off"}
+"""Settings of a service that keeps nothing."""
+
+
 class RunningService:
     """Asks a service.
 
@@ -171,13 +175,11 @@ class Service(RunningService):
         return self.process.log_tail()
 
     def start(self) -> None:
-        """Return when it answers."""
+        """Return when it takes engines."""
         log = self.process.log
         old_bytes = log.stat().st_size if log.exists() else 0
         self.process.start()
-        # a client that comes before the service would warn of one that does not answer
         self.process.wait_ready(lambda: b"\nready: " in b"\n" + log.read_bytes()[old_bytes:], _PATIENCE_S)
-        self.status()
 
     def _has_ended(self) -> bool:
         return not self.process.running

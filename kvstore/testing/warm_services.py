@@ -14,12 +14,11 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from kvstore.testing.forking import ForkedProcess, ForkServers, Order, end_process, fork_on_demand
 
-_OF_TESTS = ("kvstore.testing.service_process", "kvstore.testing.attacked")
 _PROGRAMS = {"kvstore.cli": "kvstore.cli.main", "kvstore.service": "kvstore.service.main"}
-_PROGRAMS |= {name: name for name in _OF_TESTS}
+_PROGRAMS |= {"kvstore.testing.attacked": "kvstore.testing.attacked"}
 """By what `python -m` runs, the module with its `main`."""
 _MODULES = (
-    *(*_OF_TESTS, "kvstore.cli.serve", "kvstore.cli.verbs", "kvstore.tiers.redis", "kvstore.tiers.s3"),
+    *("kvstore.testing.attacked", "kvstore.cli.serve", "kvstore.cli.verbs", "kvstore.tiers.redis", "kvstore.tiers.s3"),
     *("kvstore.catalog.redis.pending", "kvstore.catalog.redis.reconcile"),
     *("kvstore.catalog.sqlite.catalog", "kvstore.tiers.filesystem.tier", "kvstore.service.admin.app"),
 )
@@ -45,7 +44,7 @@ def start_warm(command: Sequence[str], environment: Mapping[str, str], output: i
     """Fork a service; `None` outside of `warm_services`, and for other commands.
 
     Args:
-        command: `python -m` with one of four modules, and its arguments.
+        command: `python -m` with one of three modules, and its arguments.
         environment: All of it.
         output: Descriptor for what it prints. It stays open here.
 

@@ -21,7 +21,7 @@ from kvstore.service.authentication import Authenticator, Grant
 from kvstore.service.limits import ServiceLimits, UnauthenticatedConnections
 from kvstore.service.save_memory import SaveMemories
 from kvstore.service.session import Session, SessionContext
-from kvstore.testing.dict_store import DictStore
+from kvstore.testing.steered_store import SteeredStore
 from kvstore.tiers.redis.resp import ProtocolError, ReplyParser
 from kvstore.wire import convert, messages
 from kvstore.wire.frames import LATER, FrameReader, Head, Later, unpack_head
@@ -197,7 +197,7 @@ def heads_in(sent: bytes) -> Iterator[dict[str, Any]]:
 
 async def talk(choose: random.Random) -> None:
     budget, ended = ByteBudget(LIMITS.receive_bytes), list[Session]()
-    store = DictStore()
+    store = SteeredStore()
     heads, connections = ByteBudget(LIMITS.head_bytes), Shares(LIMITS.connections)
     requests = Shares(LIMITS.request_bytes)
     frames = Turns(LIMITS.frames_at_once)
@@ -233,6 +233,7 @@ async def talk(choose: random.Random) -> None:
     assert ended == [session]
     async with asyncio.timeout(20):
         await session.aclose()
+        await store.aclose()
     assert (budget.used_bytes, session.num_running, session.leases) == (0, 0, set())
     said = list(heads_in(bytes(pipe.sent)))
     assert [head for head in said if head.get("kind") == "InternalError"] == []

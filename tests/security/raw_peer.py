@@ -126,5 +126,5 @@ class RawPeer:
 
 
 def greeted(service: AttackedService, token: str = "") -> RawPeer:
-    """A peer of a service that may have been started just now, or is busy with many others."""
+    """A peer of a service that may be busy with many others."""
     return eventually(lambda: RawPeer(service.url, token), despite=OSError)

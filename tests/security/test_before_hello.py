@@ -14,15 +14,15 @@ import pytest
 from kvstore.service.limits import ServiceLimits, UnauthenticatedConnections
 from kvstore.service.server import Server
 from kvstore.testing.attacked import HEALTHY, AttackedService, beside
-from kvstore.testing.dict_store import DictStore
 from kvstore.testing.servers.ports import free_ports
 from kvstore.testing.servers.redis_tls import make_certificate
+from kvstore.testing.steered_store import SteeredStore
 from kvstore.testing.waiting import until
 from kvstore.wire import messages
 from kvstore.wire.address import parse_address
 from kvstore.wire.frames import HELLO_HEAD_BYTES_MAX
 from kvstore.wire.tls import ServerTls
-from tests.security.raw_peer import RawPeer, greeted, head_bytes, prefix
+from tests.security.raw_peer import RawPeer, head_bytes, prefix
 
 KINDS = ("unix", "tcp", "tls")
 LIMITS = ServiceLimits()
@@ -38,7 +38,6 @@ async def service(request: pytest.FixtureRequest, folder: Path) -> AsyncIterator
         settings = {"tls_certificate_file": str(certificate), "tls_key_file": str(key)}
     listen = None if request.param == "unix" else f"{request.param}://127.0.0.1:{port}"
     with AttackedService(folder, listen=listen, tokens={"x": "x"}, settings=settings) as made:
-        greeted(made, HEALTHY).die()
         yield made
 
 
@@ -121,7 +120,7 @@ async def test_silence_has_an_end(folder: Path, kind: str) -> None:
     """Peers that say nothing, half a handshake or half a hello are ended at their deadline, and nothing of them is
     left."""
     tls = ServerTls(*make_certificate(folder)) if kind == "tls" else None
-    server = Server(DictStore(), ServiceLimits(hello_timeout_s=0.3), tls=tls)
+    server = Server(SteeredStore(), ServiceLimits(hello_timeout_s=0.3), tls=tls)
     url = f"unix:{folder / 's'}" if kind == "unix" else f"{kind}://127.0.0.1:0"
     await server.listen([parse_address(url)])
     url = str(server.addresses[0])

@@ -134,7 +134,6 @@ async def test_names_of_more_than_a_page_end_the_connection(folder: Path, messag
     """So do more groups, and more blocks for each group, than any engine has."""
     large, small = (Prompt(layout, "p", 16_384, tenant=EVIL) for layout in (LARGE, ATTENTION))
     with service_with_events(folder) as service:
-        await service.ready()
         for prompt, num_blocks, block_tokens in ((large, 513, 32), (large, 4_000, 255), (small, 5, 16), (small, 1, 65)):
             with RawPeer(service.url, EVIL) as peer:
                 opened(peer, prompt)
@@ -149,15 +148,13 @@ async def test_who_may_not_save_names_no_page(folder: Path, message: Names) -> N
     """The first names of a page count. A client with a token for reading is not asked for names; a peer that sends them
     all the same is refused."""
     prompt = Prompt(ATTENTION, "p", 64, tenant=EVIL)
-    with service_with_events(folder, evil=("read",)) as service:
-        await service.ready()
-        with RawPeer(service.url, greet=False) as peer:
-            peer.send(head_bytes(messages.Hello(1, token=EVIL)))
-            welcome = peer.receive()
-            assert welcome is not None and welcome["type"] == "welcome" and not welcome["blocks"]
-            assert not welcome["page_names"]
-            opened(peer, prompt)
-            blocks = largest(prompt, prompt.boundary(64), 0, num_blocks=4, block_tokens=16)
-            peer.send(head_bytes(message(blocks)))
-            answer = peer.receive()
-            assert answer is not None and answer["type"] == "refused" and "scope save" in answer["message"], answer
+    with service_with_events(folder, evil=("read",)) as service, RawPeer(service.url, greet=False) as peer:
+        peer.send(head_bytes(messages.Hello(1, token=EVIL)))
+        welcome = peer.receive()
+        assert welcome is not None and welcome["type"] == "welcome" and not welcome["blocks"]
+        assert not welcome["page_names"]
+        opened(peer, prompt)
+        blocks = largest(prompt, prompt.boundary(64), 0, num_blocks=4, block_tokens=16)
+        peer.send(head_bytes(message(blocks)))
+        answer = peer.receive()
+        assert answer is not None and answer["type"] == "refused" and "scope save" in answer["message"], answer

@@ -17,13 +17,13 @@ from kvstore.service.authentication import Grant
 from kvstore.service.limits import ServiceLimits
 from kvstore.service.server import Server
 from kvstore.testing.attacked import HEALTHY, AttackedService, beside
-from kvstore.testing.dict_store import DictStore
+from kvstore.testing.steered_store import SteeredStore
 from kvstore.testing.tokens import credentials_of
 from kvstore.testing.waiting import until
 from kvstore.wire import messages
 from kvstore.wire.address import parse_address
 from kvstore.wire.frames import MAX_HEAD_BYTES, pack_head
-from tests.security.raw_peer import RawPeer, greeted, head_bytes, prefix
+from tests.security.raw_peer import RawPeer, head_bytes, prefix
 
 GREEDY, MODEST = "greedy", "modest"
 MIB = 1 << 20
@@ -65,7 +65,6 @@ async def test_one_token_opens_many_connections(folder: Path, tell: Callable[[st
             return f"{number} connections, then: {said}"
 
     with service:
-        greeted(service, HEALTHY).die()
         seen = await beside(service, lambda: asyncio.to_thread(lambda: tell(attack())))
         seen.check()
         assert seen_states == [200]
@@ -76,7 +75,6 @@ def test_no_more_files_is_said_seldom(folder: Path) -> None:
     """Peers come and go where no file is left: one warning, no traceback."""
     service = limited(AttackedService(folder, tokens={GREEDY: GREEDY}), 256)
     with service:
-        greeted(service, HEALTHY).die()
         give_up_s = time.monotonic() + 30
         for _ in range(3):
             with ExitStack() as stack:
@@ -92,7 +90,9 @@ def test_no_more_files_is_said_seldom(folder: Path) -> None:
 @pytest.fixture
 async def server(folder: Path) -> AsyncIterator[Server]:
     limits = ServiceLimits(connections=40, head_bytes=32 * MIB, receive_timeout_s=2.0)
-    server = Server(DictStore(), limits, credentials=credentials_of({name: Grant(name) for name in (GREEDY, MODEST)}))
+    server = Server(
+        SteeredStore(), limits, credentials=credentials_of({name: Grant(name) for name in (GREEDY, MODEST)})
+    )
     await server.listen([parse_address(f"unix:{folder / 's'}")])
     yield server
     await server.aclose()
@@ -159,7 +159,7 @@ async def test_a_head_of_small_values(server: Server) -> None:
 
 async def test_a_head_waits_for_room_only_so_long(tmp_path: Path) -> None:
     """One connection holds all the room with the start of a head; another one that waits for it is told in time."""
-    server = Server(DictStore(), ServiceLimits(head_bytes=MAX_HEAD_BYTES, receive_timeout_s=0.1))
+    server = Server(SteeredStore(), ServiceLimits(head_bytes=MAX_HEAD_BYTES, receive_timeout_s=0.1))
     await server.listen([parse_address(f"unix:{tmp_path / 's'}")])
 
     def wait() -> list[str]:

@@ -9,23 +9,23 @@ from typing import Any
 
 import pytest
 
-from kvstore.api import LeaseId, Lookup, PrefixQuery, Progress, Staged
+from kvstore.api import Lookup, PrefixQuery, Progress, Staged
 from kvstore.model.keys import RecordKey
 from kvstore.runtime.deadline import Deadline
 from kvstore.service.server import Server
 from kvstore.testing.attacked import AttackedService
-from kvstore.testing.dict_store import DictStore
 from kvstore.testing.prompts import ATTENTION, Prompt
+from kvstore.testing.steered_store import SteeredStore
 from kvstore.testing.waiting import until
 from kvstore.wire import convert, messages
 from kvstore.wire.address import parse_address
-from tests.security.raw_peer import RawPeer, greeted, head_bytes
+from tests.security.raw_peer import RawPeer, head_bytes
 
 PROMPT = Prompt(ATTENTION, "answers", 128)
 OVER_64_BITS = 1 << 70
 
 
-class OddStore(DictStore):
+class OddStore(SteeredStore):
     """Returns what no message can hold.
 
     Attributes:
@@ -37,7 +37,7 @@ class OddStore(DictStore):
         self.odd: dict[str, Any] = {}
 
     async def stage(self, query: PrefixQuery, *, deadline: Deadline, progress: Progress | None = None) -> Staged:
-        staged = await super().stage(query, deadline=deadline, progress=progress)
+        staged = await super().stage(query, deadline=deadline)
         num_keys, num_bytes, sources = self.odd.get("stage", (len(staged.keys), staged.num_bytes, staged.sources))
         key = RecordKey(query.namespace, query.boundaries[0].prefix, 0, 0)
         return Staged(
@@ -51,9 +51,6 @@ class OddStore(DictStore):
     async def status(self, *, deadline: Deadline, tenant: str = "") -> Mapping[str, object]:
         return self.odd.get("status", await super().status(deadline=deadline, tenant=tenant))  # type: ignore[no-any-return]
 
-    async def release(self, lease: LeaseId) -> None:
-        await super().release(lease)
-
 
 @pytest.fixture
 async def served(folder: Path) -> AsyncIterator[tuple[OddStore, str]]:
@@ -62,6 +59,7 @@ async def served(folder: Path) -> AsyncIterator[tuple[OddStore, str]]:
     await server.listen([parse_address(f"unix:{folder / 's'}")])
     yield store, str(server.addresses[0])
     await server.aclose()
+    await store.aclose()
 
 
 def opened(url: str) -> RawPeer:
@@ -95,7 +93,7 @@ async def test_answers_that_cannot_be_packed(served: tuple[OddStore, str], case:
     peer.send(head_bytes(request))
     answer = await asyncio.to_thread(peer.receive)
     assert answer is not None and (answer["type"], answer["id"], answer["kind"]) == ("error", 7, "InternalError")
-    await until(lambda: not store.leases)
+    await until(lambda: not store.num_leases)
     store.odd.clear()
     peer.send(head_bytes(request) + head_bytes(messages.Ping(8, 1000)))
     answers = [await asyncio.to_thread(peer.receive) for _ in range(2)]
@@ -120,7 +118,6 @@ async def test_half_a_character_in_an_answer(served: tuple[OddStore, str]) -> No
 def service(folder: Path) -> Iterator[AttackedService]:
     """The real one, on its own loop."""
     with AttackedService(folder) as made:
-        greeted(made).die()
         yield made
 
 

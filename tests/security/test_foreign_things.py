@@ -43,7 +43,6 @@ async def test_pipes_under_the_names_of_our_files(folder: Path) -> None:
     prompt = Prompt(ATTENTION, "a", 128, payload_bytes=1000)
 
     async def save() -> None:
-        await service.ready()
         client = service.client()
         await client.open_namespace(prompt.description, deadline=Deadline.after(20))
         for record in prompt.records():

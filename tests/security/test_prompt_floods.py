@@ -96,7 +96,6 @@ async def test_a_tenants_plans_keep_nobody_out(folder: Path, full: bool, tell: C
     large = plan_body(greedy, NUM_TOKENS, 64, within_ms=1000, compare=True)
     small = plan_body(healthy, 256, 3)
     with AttackedService(folder, tokens={GREEDY: GREEDY}) as service:
-        await service.ready()
         for prompt in (greedy, healthy):
             open_namespace(service, prompt).leave()
         assert post(service, HEALTHY, "/v1/plan", small)[0] == 200  # the first request loads the interface
@@ -115,7 +114,6 @@ async def test_a_tenants_questions_keep_nobody_out(folder: Path, full: bool, tel
     many = json.dumps([{"model": "m", "token_ids": ids[: NUM_TOKENS // 64]}] * 64).encode()
     small = json.dumps({"model": "m", "token_ids": ids[:256]}).encode()
     with AttackedService(folder, tokens={GREEDY: GREEDY}) as service:
-        await service.ready()
         engines = [open_namespace(service, greedy, step_tokens=16 * number) for number in range(1, 41)]
         engines.append(open_namespace(service, healthy))
         try:
@@ -141,7 +139,6 @@ async def test_a_tenants_prefetches_keep_nobody_out(folder: Path, full: bool, te
     large = json.dumps({"model": "m", "token_ids": ids}).encode()
     small = json.dumps({"model": "m", "token_ids": ids[:256]}).encode()
     with AttackedService(folder, tokens={GREEDY: GREEDY}) as service:
-        await service.ready()
         engines = [open_namespace(service, greedy, step_tokens=16 * number) for number in range(1, 21)]
         engines.append(open_namespace(service, healthy))
         try:

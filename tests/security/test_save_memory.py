@@ -458,7 +458,6 @@ async def test_clients_that_are_killed(folder: Path) -> None:
     serves others."""
     root = Path(kvstore.__file__).resolve().parent.parent
     with AttackedService(folder, memory_bytes=128 * MIB) as service:
-        await service.ready()
         names = [f"killed {number}" for number in range(5)]
         for number, name in enumerate(names):
             client = subprocess.Popen(

@@ -12,12 +12,12 @@ import pytest
 from kvstore.service.limits import ServiceLimits
 from kvstore.service.server import Server
 from kvstore.testing.attacked import HEALTHY, AttackedService
-from kvstore.testing.dict_store import DictStore
 from kvstore.testing.prompts import ATTENTION, Prompt
+from kvstore.testing.steered_store import SteeredStore
 from kvstore.testing.waiting import until
 from kvstore.wire import messages
 from kvstore.wire.address import parse_address
-from tests.security.raw_peer import RawPeer, greeted, head_bytes, prefix
+from tests.security.raw_peer import RawPeer, head_bytes, prefix
 
 PROMPT = Prompt(ATTENTION, "room", 64, payload_bytes=1 << 20, tenant=HEALTHY)
 ROOM_BYTES = ServiceLimits().receive_bytes
@@ -28,7 +28,6 @@ async def service(folder: Path) -> AsyncIterator[AttackedService]:
     """With a reader, which may save nothing, beside the healthy client."""
     tokens = {"reader": "other", "saver": "other"}
     with AttackedService(folder, tokens=tokens, scopes={"reader": ("read",)}) as made:
-        greeted(made, HEALTHY).die()
         yield made
 
 
@@ -89,7 +88,7 @@ def test_a_tenant_leaves_room_for_others(service: AttackedService, tell: Callabl
 async def test_what_stops_in_the_middle_is_given_up(folder: Path, kind: str) -> None:
     """Peers stop in the middle of a record or of a head, long before its deadline: after the silence that is allowed
     the room is others', and a connection that stands in a head is ended."""
-    server = Server(DictStore(), ServiceLimits(silence_timeout_s=0.5))
+    server = Server(SteeredStore(), ServiceLimits(silence_timeout_s=0.5))
     await server.listen([parse_address(f"unix:{folder / 's'}")])
     url = str(server.addresses[0])
     peers = await asyncio.to_thread(lambda: [RawPeer(url) for _ in range(4)])

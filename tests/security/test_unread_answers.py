@@ -15,16 +15,17 @@ import pytest
 from kvstore.service.authentication import ALL_TENANTS
 from kvstore.service.limits import ServiceLimits
 from kvstore.service.server import Server
+from kvstore.store.tiered import TieredStore
 from kvstore.testing.attacked import HEALTHY, AttackedService, beside
-from kvstore.testing.dict_store import DictStore
 from kvstore.testing.prompts import ATTENTION, Prompt
 from kvstore.testing.servers.ports import free_ports
 from kvstore.testing.servers.redis_tls import make_certificate
 from kvstore.testing.waiting import eventually
+from kvstore.tiers.memory import MemoryTier
 from kvstore.wire import convert, messages
 from kvstore.wire.address import parse_address
 from kvstore.wire.tls import ServerTls
-from tests.security.raw_peer import RawPeer, greeted, head_bytes
+from tests.security.raw_peer import RawPeer, head_bytes
 
 MIB = 1 << 20
 NUM_PEERS = 100
@@ -40,7 +41,6 @@ async def service(request: pytest.FixtureRequest, folder: Path) -> AsyncIterator
     (port,) = free_ports(1)
     listen = None if request.param == "unix" else f"tcp://127.0.0.1:{port}"
     with AttackedService(folder, listen=listen, tokens={"operator": ALL_TENANTS}) as made:
-        greeted(made, HEALTHY).die()
         yield made
 
 
@@ -107,7 +107,7 @@ async def test_who_reads_slowly_stays(folder: Path, kind: str) -> None:
     """A peer that reads a little every now and then gets all of its answers; one beside it that reads nothing is cut
     off, after the silence that is allowed and not long after."""
     tls = ServerTls(*make_certificate(folder)) if kind == "tls" else None
-    server = Server(DictStore(), ServiceLimits(silence_timeout_s=1.5), tls=tls)
+    server = Server(TieredStore(MemoryTier(128 * MIB)), ServiceLimits(silence_timeout_s=1.5), tls=tls)
     await server.listen([parse_address(f"unix:{folder / 's'}" if kind == "unix" else f"{kind}://127.0.0.1:0")])
     url = str(server.addresses[0])
     prompt = Prompt(ATTENTION, "slow", 64, payload_bytes=8 * MIB)
@@ -120,7 +120,11 @@ async def test_who_reads_slowly_stays(folder: Path, kind: str) -> None:
             peer.send(head_bytes(messages.Save(2, 60_000, "memory"), one.num_bytes) + bytes(one.data))
             peer.receive()
         peer.send(head_bytes(messages.Stage(3, 60_000, **convert.query_fields(prompt.query()))))
-        lease = (peer.receive() or {})["lease"]
+        staged: dict[str, object] = {}
+        while staged.get("type") != "staged":
+            staged = peer.receive() or {}
+        lease = staged["lease"]
+        assert isinstance(lease, bytes)
         for number in range(4):
             fields = convert.key_fields(record.key)
             peer.send(head_bytes(messages.Load(10 + number, 60_000, lease, **fields)))

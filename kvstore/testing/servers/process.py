@@ -105,8 +105,11 @@ class ServerProcess:
         return self.log.read_text(errors="replace")[-2000:] if self.log.exists() else ""
 
     def freeze(self) -> None:
-        """SIGSTOP: connections stay open and nothing answers."""
+        """SIGSTOP, and return when it has stopped: connections stay open and nothing answers."""
         os.kill(self.pid, signal.SIGSTOP)
+        stat = Path(f"/proc/{self.pid}/stat")
+        while stat.read_text().rpartition(")")[2].split()[0] != "T":
+            time.sleep(0.001)
 
     def thaw(self) -> None:
         """SIGCONT: it continues where `freeze` stopped it."""

@@ -24,9 +24,8 @@ from kvstore.format.names import format_name
 from kvstore.runtime.deadline import Deadline
 from kvstore.settings import Settings
 from kvstore.testing.records import make_key, make_record
-from kvstore.testing.serve import Service
+from kvstore.testing.serve import IN_MEMORY, Service
 from kvstore.testing.servers.ports import free_address
-from kvstore.testing.service_process import ServiceProcess
 from kvstore.testing.waiting import eventually
 from kvstore.tiers.filesystem import FilesystemTier
 from tests.architecture.sources import ROOT
@@ -57,7 +56,7 @@ def test_the_process() -> None:
 @pytest.mark.parametrize("verb", ["status", "explain"])
 def test_a_frozen_service_is_called_frozen(tmp_path: Path, verb: str) -> None:
     """The message names the likelier cause first: a frozen service, then the wrong port."""
-    with ServiceProcess(f"unix:{tmp_path / 's'}") as service:
+    with Service(tmp_path, IN_MEMORY) as service:
         service.freeze()
         code, _, err = run(verb, "--url", service.url, "--timeout-s", "1")
     assert code == 1 and len(err.splitlines()) == 1

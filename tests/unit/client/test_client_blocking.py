@@ -19,21 +19,24 @@ import pytest
 from kvstore.api import Deadline, PageStore, SaveOutcome
 from kvstore.client import BlockingStore
 from kvstore.errors import Closed, InvalidRequest, Unavailable
+from kvstore.service.server import Server
 from kvstore.testing.prompts import ATTENTION, Prompt
-from kvstore.testing.service_process import ServiceProcess
-from kvstore.testing.waiting import eventually, soon
+from kvstore.testing.serve import IN_MEMORY, Service
+from kvstore.testing.steered_store import SteeredStore
+from kvstore.testing.waiting import eventually, soon, until
+from kvstore.wire.address import parse_address
 
 PROMPT = Prompt(ATTENTION, "blocking", 256, payload_bytes=100_000)
 
 
 @pytest.fixture
-def service(tmp_path: Path) -> Iterator[ServiceProcess]:
-    with ServiceProcess(f"unix:{tmp_path / 's'}") as service:
+def service(tmp_path: Path) -> Iterator[Service]:
+    with Service(tmp_path, IN_MEMORY) as service:
         yield service
 
 
 @pytest.fixture
-def store(service: ServiceProcess) -> Iterator[BlockingStore]:
+def store(service: Service) -> Iterator[BlockingStore]:
     with BlockingStore(service.url) as store:
         store.wait_ready(deadline=soon())
         yield store
@@ -56,7 +59,7 @@ def test_every_call_from_plain_threads(store: BlockingStore) -> None:
     store.discard(staged.keys[0], "test", deadline=soon())
     assert store.lookup(PROMPT.query(), deadline=soon()).resume_tokens < 256
     store.release(lease)
-    eventually(lambda: store.status(deadline=soon())["leases"] == 0, 5)
+    eventually(lambda: store.status(deadline=soon())["leases"]["active"] == 0, 5)
 
 
 def test_waiting_on_the_loops_own_thread_is_refused(store: BlockingStore) -> None:
@@ -84,7 +87,7 @@ def test_waiting_on_the_loops_own_thread_is_refused(store: BlockingStore) -> Non
     assert isinstance(seen[2], dict)
 
 
-def test_nobody_waits_past_the_deadline(service: ServiceProcess, store: BlockingStore) -> None:
+def test_nobody_waits_past_the_deadline(service: Service, store: BlockingStore) -> None:
     """Frozen service: one deadline, then at once; even a loop whose thread is stuck costs little more."""
     service.freeze()
     for seconds in (0.2, 60.0):
@@ -106,40 +109,44 @@ def test_nobody_waits_past_the_deadline(service: ServiceProcess, store: Blocking
     stuck.set()
 
 
-def test_cancelled_futures_cancel_their_calls(tmp_path: Path) -> None:
+async def test_cancelled_futures_cancel_their_calls(tmp_path: Path) -> None:
     """A future is cancelled: its request is not running any more in the service."""
-    with ServiceProcess(f"unix:{tmp_path / 'slow'}", slow=True) as slow, BlockingStore(slow.url) as store:
-        store.wait_ready(deadline=soon())
-        future = store.submit(lambda to: to.status(deadline=Deadline.after(60)))
-        time.sleep(0.05)
-        assert future.cancel()
-        control = store._store.pool.now()
-        assert control is not None
-        eventually(lambda: not control._pending, 5)
+    behind = SteeredStore()
+    behind.held.add("status")
+    server = Server(behind)
+    await server.listen([parse_address(f"unix:{tmp_path / 's'}")])
+    store = BlockingStore(f"unix:{tmp_path / 's'}")
+    future = store.submit(lambda to: to.status(deadline=Deadline.after(60)))
+    await until(lambda: behind.calls["status"])
+    assert future.cancel()
+    await until(lambda: behind.cancelled == ["status"])
+    await asyncio.to_thread(store.close)
+    await server.aclose()
+    await behind.aclose()
 
 
-def test_close_ends_running_calls_and_the_thread(tmp_path: Path) -> None:
+def test_close_ends_running_calls_and_the_thread(service: Service) -> None:
     """Calls that run fail `Closed`, later ones too; the thread is gone; closing twice is closing once."""
-    with ServiceProcess(f"unix:{tmp_path / 'slow'}", slow=True) as slow:
-        before = set(threading.enumerate())
-        store = BlockingStore(slow.url)
-        store.wait_ready(deadline=soon())
-        future = store.submit(lambda to: to.status(deadline=Deadline.after(60)))
-        time.sleep(0.05)
-        begun_s = time.monotonic()
-        store.close()
-        store.close()
-        assert time.monotonic() - begun_s < 30
-        with pytest.raises(Closed):
-            future.result(1)
-        with pytest.raises(Closed):
-            store.status(deadline=soon())
-        store.release(b"x" * 16)  # type: ignore[arg-type]  # ignored
-        assert "kvstore-client" not in {thread.name for thread in set(threading.enumerate()) - before}
+    before = set(threading.enumerate())
+    store = BlockingStore(service.url)
+    store.wait_ready(deadline=soon())
+    service.freeze()
+    future = store.submit(lambda to: to.status(deadline=Deadline.after(60)))
+    time.sleep(0.05)
+    begun_s = time.monotonic()
+    store.close()
+    store.close()
+    assert time.monotonic() - begun_s < 30
+    with pytest.raises(Closed):
+        future.result(1)
+    with pytest.raises(Closed):
+        store.status(deadline=soon())
+    store.release(b"x" * 16)  # type: ignore[arg-type]  # ignored
+    assert "kvstore-client" not in {thread.name for thread in set(threading.enumerate()) - before}
 
 
 def test_a_call_that_was_given_up_before_the_close_leaves_no_complaint(
-    service: ServiceProcess, caplog: pytest.LogCaptureFixture
+    service: Service, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Of a busy loop both are seen at once: nobody waits for the error of such a call any more."""
     store = BlockingStore(service.url)
@@ -167,7 +174,7 @@ def test_a_call_that_was_given_up_before_the_close_leaves_no_complaint(
 
 
 @pytest.mark.parametrize("frozen", [False, True])
-def test_the_interpreter_exits_without_close(service: ServiceProcess, frozen: bool) -> None:
+def test_the_interpreter_exits_without_close(service: Service, frozen: bool) -> None:
     """A program forgets to close, its service well or frozen, a call running: it ends promptly, quietly, status 0."""
     program = f"""
 from kvstore.api import Deadline
@@ -193,7 +200,7 @@ store.submit(lambda to: to.status(deadline=Deadline.after(60)))
         assert (process.returncode, errors) == (0, b"")
 
 
-def test_forked_children_neither_use_nor_keep_the_connections(service: ServiceProcess) -> None:
+def test_forked_children_neither_use_nor_keep_the_connections(service: Service) -> None:
     """A process forks and is killed; its child lives on: the service sees the parent's end, the child gets `Closed`."""
     program = f"""
 import os, signal, sys, time, warnings

@@ -14,14 +14,15 @@ from kvstore.api import Deadline, LeaseId, SaveOutcome, Staged
 from kvstore.client import ClientOptions, ClientTls, RemoteStore, connect
 from kvstore.errors import Unavailable
 from kvstore.testing.prompts import ATTENTION, Prompt
+from kvstore.testing.serve import IN_MEMORY, Service
 from kvstore.testing.servers.ports import free_address
-from kvstore.testing.service_process import ServiceProcess
 from kvstore.testing.waiting import until
 from kvstore.wire import messages
 from kvstore.wire.frames import PREFIX_BYTES, pack_head
 from kvstore.wire.messages import encode
 
 PROMPT = Prompt(ATTENTION, "failures", 256, payload_bytes=1 << 20)
+TOKEN = "shown over TCP, and not looked at on a Unix socket"
 CALL_S = 0.3
 AT_ONCE_S = 5.0
 """The machines are shared: an immediate answer may come late, but not as late as the deadline of such a call."""
@@ -30,14 +31,19 @@ HEALS_S = 20.0
 
 
 @pytest.fixture(params=["unix", "tcp"])
-def service(request: pytest.FixtureRequest, tmp_path: Path) -> ServiceProcess:
-    return ServiceProcess(f"unix:{tmp_path / 's'}" if request.param == "unix" else f"tcp://{free_address()}")
+def service(request: pytest.FixtureRequest, tmp_path: Path) -> Service:
+    if request.param == "unix":
+        return Service(tmp_path, IN_MEMORY)
+    token_file = tmp_path / "token"
+    token_file.touch(mode=0o600)
+    token_file.write_text(TOKEN)
+    return Service(tmp_path, IN_MEMORY | {"listen": f"tcp://{free_address()}", "token_file": str(token_file)})
 
 
 @pytest.fixture
-async def client(service: ServiceProcess) -> AsyncIterator[RemoteStore]:
+async def client(service: Service) -> AsyncIterator[RemoteStore]:
     with service:
-        client = connect(service.url)
+        client = connect(service.url, token=TOKEN)
         await client.wait_ready(deadline=Deadline.after(10))
         yield client
         await client.aclose()
@@ -89,7 +95,7 @@ async def heals(client: RemoteStore) -> None:
 
 
 @pytest.mark.parametrize("verb", ["lookup", "stage", "load", "save"])
-async def test_a_frozen_service_costs_one_deadline(service: ServiceProcess, client: RemoteStore, verb: str) -> None:
+async def test_a_frozen_service_costs_one_deadline(service: Service, client: RemoteStore, verb: str) -> None:
     """SIGSTOP before a call: it ends at its deadline, all later calls at once; after SIGCONT all is as before."""
     staged = await save_all(client)
     service.freeze()
@@ -105,7 +111,7 @@ async def test_a_frozen_service_costs_one_deadline(service: ServiceProcess, clie
     assert bytes(loaded.data) in {bytes(record.data) for record in PROMPT.records()}
 
 
-async def test_a_service_frozen_in_the_middle_of_loads_heals(service: ServiceProcess, client: RemoteStore) -> None:
+async def test_a_service_frozen_in_the_middle_of_loads_heals(service: Service, client: RemoteStore) -> None:
     """SIGSTOP while payloads are on their way: bounded, and after the thaw their late bytes disturb no other call."""
     staged = await save_all(client)
     assert staged.lease is not None
@@ -127,7 +133,7 @@ async def test_a_service_frozen_in_the_middle_of_loads_heals(service: ServicePro
 
 
 @pytest.mark.parametrize("verb", ["lookup", "stage", "load", "save"])
-async def test_a_killed_service_fails_calls_at_once(service: ServiceProcess, client: RemoteStore, verb: str) -> None:
+async def test_a_killed_service_fails_calls_at_once(service: Service, client: RemoteStore, verb: str) -> None:
     """SIGKILL during a call, which waits in a frozen service: it fails then, later ones at once; a restart heals."""
     staged = await save_all(client)
     service.freeze()
@@ -143,7 +149,7 @@ async def test_a_killed_service_fails_calls_at_once(service: ServiceProcess, cli
 
 
 async def test_one_warning_and_one_all_clear(
-    service: ServiceProcess, client: RemoteStore, caplog: pytest.LogCaptureFixture
+    service: Service, client: RemoteStore, caplog: pytest.LogCaptureFixture
 ) -> None:
     """However many calls fail and attempts are made: one warning with the next step, one line when it is back."""
     caplog.set_level(logging.INFO, "kvstore.client")
@@ -164,7 +170,7 @@ async def test_one_warning_and_one_all_clear(
 
 async def test_a_client_of_nothing_fails_at_once_and_finds_it_later(tmp_path: Path) -> None:
     """The client is made before there is a service; it neither fails nor waits, and connects when there is one."""
-    service = ServiceProcess(f"unix:{tmp_path / 's'}")
+    service = Service(tmp_path, IN_MEMORY)
     client = connect(service.url)
     await fails_at_once(client.status(deadline=Deadline.after(PATIENT_S)))
     with service:
@@ -174,7 +180,7 @@ async def test_a_client_of_nothing_fails_at_once_and_finds_it_later(tmp_path: Pa
 
 async def test_a_service_frozen_from_the_start_is_given_up_and_found_again(tmp_path: Path) -> None:
     """It accepts but does not greet: calls wait for the first attempt a moment only; thawed, it is used."""
-    with ServiceProcess(f"unix:{tmp_path / 's'}") as service:
+    with Service(tmp_path, IN_MEMORY) as service:
         service.freeze()
         client = connect(service.url, options=ClientOptions(first_attempt_s=0.2, hello_timeout_s=0.5))
         await fails_at_once(client.status(deadline=Deadline.after(PATIENT_S)))
@@ -184,11 +190,11 @@ async def test_a_service_frozen_from_the_start_is_given_up_and_found_again(tmp_p
         await client.aclose()
 
 
-async def test_a_long_frozen_service_is_connected_to_anew(service: ServiceProcess, client: RemoteStore) -> None:
+async def test_a_long_frozen_service_is_connected_to_anew(service: Service, client: RemoteStore) -> None:
     """Silent for longer than a connection is trusted: the client connects again, and recovers as soon as it is
     thawed."""
     await client.aclose()
-    client = connect(service.url, options=ClientOptions(dead_after_s=0.3, hello_timeout_s=0.3))
+    client = connect(service.url, token=TOKEN, options=ClientOptions(dead_after_s=0.3, hello_timeout_s=0.3))
     await save_all(client)
     service.freeze()
     await fails_at_once(client.status(deadline=Deadline.after(CALL_S)))
@@ -204,12 +210,12 @@ async def heals_status(client: RemoteStore) -> None:
     await until(lambda: client.status(deadline=Deadline.after(CALL_S)), HEALS_S, despite=Unavailable)
 
 
-async def test_a_person_waits_for_a_service_that_greets_late(service: ServiceProcess) -> None:
+async def test_a_person_waits_for_a_service_that_greets_late(service: Service) -> None:
     """A command that makes one request, as `kvstore doctor` does, does not report a busy service as missing."""
     assert ClientOptions().hello_timeout_s <= 2.0  # as engines wait
     with service:
         service.freeze()
-        client = connect(service.url, options=ClientOptions.of_a_person("test", 60.0, ClientTls()))
+        client = connect(service.url, token=TOKEN, options=ClientOptions.of_a_person("test", 60.0, ClientTls()))
         try:
             asking = asyncio.ensure_future(client.status(deadline=Deadline.after(60.0)))
             await asyncio.sleep(2.2)

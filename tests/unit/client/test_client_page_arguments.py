@@ -19,7 +19,7 @@ from kvstore.errors import Closed, CorruptRecord, InvalidRequest, Unavailable
 from kvstore.model.kinds import FullAttention
 from kvstore.model.layout import GroupLayout, Layout
 from kvstore.model.namespace import NamespaceDescription, describe_layout
-from kvstore.testing.service_process import ServiceProcess
+from kvstore.testing.serve import IN_MEMORY, Service
 
 DESCRIPTION = describe_pages({"weights_id": "w", "model": "m"}, page_tokens=64)
 SLICED = describe_pages({"weights_id": "w", "model": "m"}, page_tokens=64, num_slices=2)
@@ -41,7 +41,7 @@ def nowhere() -> Iterator[BlockingStore]:
 @pytest.fixture(scope="module")
 def store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[BlockingStore]:
     with (
-        ServiceProcess(f"unix:{tmp_path_factory.mktemp('pages') / 's'}") as service,
+        Service(tmp_path_factory.mktemp("pages"), IN_MEMORY) as service,
         BlockingStore(service.url) as made,
     ):
         yield made
@@ -352,7 +352,7 @@ def test_a_closed_door(store: BlockingStore, own_threads: bool) -> None:
 
 def test_a_frozen_service(tmp_path: Path) -> None:
     """Every call fails `Unavailable`, also one that the service stopped answering in its middle."""
-    with ServiceProcess(f"unix:{tmp_path / 's'}") as service, BlockingStore(service.url) as one:
+    with Service(tmp_path, IN_MEMORY) as service, BlockingStore(service.url) as one:
         door = PageDoor(one, DESCRIPTION, timeout_s=1.0)
         keys = [f"{at}" for at in range(8)]
         assert door.write_from(keys, [[bytes([at]) * 4096] for at in range(8)]) == [True] * 8

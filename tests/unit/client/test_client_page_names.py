@@ -15,8 +15,8 @@ from kvstore.client.connection import Connection
 from kvstore.model.keys import Boundary, NamespaceId, PrefixHash
 from kvstore.model.page_blocks import BlockGroup, PageBlocks
 from kvstore.service.server import Server
-from kvstore.testing.dict_store import DictStore
 from kvstore.testing.prompts import ATTENTION, Prompt
+from kvstore.testing.steered_store import SteeredStore
 from kvstore.testing.waiting import soon, until
 from kvstore.wire import messages
 from kvstore.wire.address import parse_address
@@ -27,7 +27,7 @@ NUM = 150
 """More than are sent after one ping, and than one message may have."""
 
 
-class NamedStore(DictStore):
+class NamedStore(SteeredStore):
     """Notes what it is told."""
 
     def __init__(self) -> None:
@@ -69,6 +69,7 @@ async def served(folder: Path) -> AsyncIterator[tuple[NamedStore, RemoteStore]]:
     finally:
         await client.aclose()
         await server.aclose()
+        await store.aclose()
 
 
 async def until_named(store: NamedStore, num_pages: int) -> None:

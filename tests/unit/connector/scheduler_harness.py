@@ -15,12 +15,12 @@ from connector.scheduler.side import SchedulerSide
 from connector.settings import ConnectorSettings
 from kvstore.format.record import Record
 from kvstore.runtime.clock import SYSTEM_CLOCK, Clock
+from kvstore.testing.steered_store import SteeredStore
 from kvstore.testing.waiting import eventually, soon
 from tests.unit.connector.support import (
     BLOCK,
     WEIGHTS,
     LoopBridge,
-    SteeredStore,
     bridge_to_memory,
     make_facts,
     make_shape,

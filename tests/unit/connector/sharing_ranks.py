@@ -22,11 +22,12 @@ from kvstore.model.keys import RecordKey
 from kvstore.runtime.arena import Arena, ArenaView
 from kvstore.service.server import Server
 from kvstore.store.tiered import TieredStore
+from kvstore.testing.steered_store import SteeredStore
 from kvstore.testing.waiting import eventually, soon
 from kvstore.tiers.memory import MemoryTier
 from kvstore.wire.address import parse_address
 from tests.unit.connector.rank_harness import Rank
-from tests.unit.connector.support import MIB, LoopBridge, SteeredStore
+from tests.unit.connector.support import MIB, LoopBridge
 
 ARENA_BYTES = 2 * MIB
 

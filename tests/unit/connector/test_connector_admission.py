@@ -23,10 +23,11 @@ from kvstore.runtime.clock import SYSTEM_CLOCK
 from kvstore.store.limits import StoreLimits
 from kvstore.store.tiered import TieredStore
 from kvstore.testing.faults import FaultyTier
+from kvstore.testing.steered_store import SteeredStore
 from kvstore.testing.waiting import eventually, soon
 from kvstore.tiers.memory import MemoryTier
 from tests.unit.connector.scheduler_harness import SchedulerHarness, harness
-from tests.unit.connector.support import MIB, WEIGHTS, SteeredStore, records_of, tokens_of
+from tests.unit.connector.support import MIB, WEIGHTS, records_of, tokens_of
 
 
 def misses(at: SchedulerHarness, reason: str) -> float:

@@ -24,7 +24,7 @@ from connector.identity import describe_namespace
 from kvstore.client import BlockingStore
 from kvstore.errors import Unavailable
 from kvstore.model.layout import Span
-from kvstore.testing.service_process import ServiceProcess
+from kvstore.testing.serve import IN_MEMORY, Service
 from kvstore.testing.waiting import eventually, soon
 from tests.unit.connector.support import make_facts, make_shape
 
@@ -70,7 +70,7 @@ def model() -> Written:
 
 @pytest.fixture
 def store(tmp_path: Path) -> Iterator[BlockingStore]:
-    with ServiceProcess(f"unix:{tmp_path / 's'}") as service, BlockingStore(service.url) as made:
+    with Service(tmp_path, IN_MEMORY) as service, BlockingStore(service.url) as made:
         yield made
 
 

@@ -12,9 +12,10 @@ from connector.jobs import LoadJob
 from connector.prefix_hash import AdapterRequest, PrefixChain
 from kvstore.client import trace_parent
 from kvstore.errors import Unavailable
+from kvstore.testing.steered_store import SteeredStore
 from kvstore.testing.waiting import eventually
 from tests.unit.connector.scheduler_harness import SchedulerHarness, harness
-from tests.unit.connector.support import BLOCK, SteeredStore
+from tests.unit.connector.support import BLOCK
 
 
 def blocks_of(job: LoadJob) -> list[int]:

@@ -18,10 +18,11 @@ from kvstore.client import trace_parent
 from kvstore.errors import Unavailable
 from kvstore.format.header_v1 import HEADER_BYTES
 from kvstore.format.record import Record
+from kvstore.testing.steered_store import SteeredStore
 from kvstore.testing.waiting import eventually
 from tests.unit.connector.device_contract import storage
 from tests.unit.connector.rank_harness import SOURCE, TARGET, Make, Rank
-from tests.unit.connector.support import LoopBridge, SteeredStore
+from tests.unit.connector.support import LoopBridge
 
 
 def flipped(record: Record) -> Record:

@@ -15,10 +15,11 @@ from connector.settings import ConnectorSettings
 from connector.worker.memory import RecordMemory
 from kvstore.client import ClientOptions, RemoteStore
 from kvstore.errors import Unavailable
+from kvstore.testing.steered_store import SteeredStore
 from kvstore.testing.waiting import eventually
 from tests.unit.connector.rank_harness import SOURCE, TARGET, Make, ranks_on
 from tests.unit.connector.sharing_ranks import SharingBridge, SharingStore
-from tests.unit.connector.support import MIB, SteeredStore
+from tests.unit.connector.support import MIB
 
 RECORD_BYTES = 1000
 

@@ -25,10 +25,11 @@ from kvstore.codec import encode
 from kvstore.errors import InternalError, InvalidRequest, Unavailable
 from kvstore.format.record import Record
 from kvstore.model.kinds import RecordKind
+from kvstore.testing.steered_store import SteeredStore
 from kvstore.testing.waiting import eventually
 from tests.unit.connector.device_contract import LAYOUTS, Cache
 from tests.unit.connector.rank_harness import HEADS, NUM_BLOCKS, SOURCE, TARGET, Make, Rank
-from tests.unit.connector.support import BLOCK, LoopBridge, SteeredStore, make_facts, make_shape
+from tests.unit.connector.support import BLOCK, LoopBridge, make_facts, make_shape
 
 PAGE_BYTES = 4 * make_facts(total_heads=HEADS, rank_heads=HEADS).groups[0].rank_block_bytes
 

@@ -20,8 +20,8 @@ from kvstore.errors import InvalidRequest, Unavailable
 from kvstore.service.limits import ServiceLimits, UnauthenticatedConnections
 from kvstore.service.listener import Listener
 from kvstore.service.server import Server
-from kvstore.testing.dict_store import DictStore
 from kvstore.testing.prompts import ATTENTION, Prompt
+from kvstore.testing.steered_store import SteeredStore
 from kvstore.testing.waiting import until
 from kvstore.wire import messages
 from kvstore.wire.address import UnixAddress, parse_address
@@ -76,12 +76,14 @@ async def peer_of(server: Server, *, greeted: bool = True) -> AsyncIterator[Peer
 
 
 @pytest.fixture
-def store() -> DictStore:
-    return DictStore()
+async def store() -> AsyncIterator[SteeredStore]:
+    store = SteeredStore()
+    yield store
+    await store.aclose()
 
 
 @pytest.fixture
-async def server(store: DictStore, tmp_path: Path) -> AsyncIterator[Server]:
+async def server(store: SteeredStore, tmp_path: Path) -> AsyncIterator[Server]:
     limits = ServiceLimits(receive_bytes=1 << 20, save_credit_bytes=512 << 10, max_requests=4, hello_timeout_s=0.3)
     server = Server(store, limits)
     await server.listen([parse_address(f"unix:{tmp_path / 's'}")])
@@ -96,7 +98,7 @@ async def bystander(server: Server) -> AsyncIterator[RemoteStore]:
     await client.wait_ready(deadline=Deadline.after(5))
     opened = client.pool.connections()
     yield client
-    assert (await client.status(deadline=Deadline.after(5)))["records"] is not None
+    assert (await client.status(deadline=Deadline.after(5)))["tiers"]
     assert client.pool.connections() == opened
     await client.aclose()
 
@@ -141,7 +143,7 @@ async def test_bad_frames_end_their_connection_with_a_reason(server: Server, bys
 
 
 async def test_details_whose_names_are_no_text_are_left_out(
-    server: Server, store: DictStore, bystander: RemoteStore, monkeypatch: pytest.MonkeyPatch
+    server: Server, store: SteeredStore, bystander: RemoteStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The names of a map inside a message may be bytes, which no message needs."""
     reported: list[Outcome] = []
@@ -154,7 +156,7 @@ async def test_details_whose_names_are_no_text_are_left_out(
 
 
 async def test_a_bug_ends_the_connection_whose_frame_met_it(
-    store: DictStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    store: SteeredStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also that of a frame which waits for its turn, as one of these two does: it would never be read again."""
 
@@ -227,14 +229,14 @@ async def test_truncated_frames_hold_nothing(server: Server, bystander: RemoteSt
             peer.send(whole[:cut])
             await asyncio.sleep(0.01)
     await until(lambda: server.describe()["receive_bytes_used"] == 0 and server.describe()["sessions"] == 3)
-    assert (await bystander.status(deadline=Deadline.after(5)))["records"] == 0
+    assert (await bystander.status(deadline=Deadline.after(5)))["tiers"]["memory"]["num_records"] == 0
 
 
-async def test_saves_beyond_the_credit_are_refused(server: Server, store: DictStore, bystander: RemoteStore) -> None:
+async def test_saves_beyond_the_credit_are_refused(server: Server, store: SteeredStore, bystander: RemoteStore) -> None:
     """A peer that ignores its window is cut off before its bytes are received."""
     prompt = Prompt(ATTENTION, "large", 64, payload_bytes=300 << 10)
     await bystander.open_namespace(prompt.description, deadline=Deadline.after(5))
-    store.gate.clear()
+    store.held = {"save", "status"}
     async with peer_of(server) as peer:
         record = prompt.record(64)
         for number in range(2):
@@ -242,33 +244,33 @@ async def test_saves_beyond_the_credit_are_refused(server: Server, store: DictSt
         refused = await peer.receive()
         assert refused is not None
         assert (refused["type"], "credit" in refused["message"]) == ("refused", True)
-    store.gate.set()
+    store.held.clear()
     await until(lambda: server.describe()["receive_bytes_used"] == 0)
 
 
-async def test_request_ids_in_use_are_refused(server: Server, store: DictStore, bystander: RemoteStore) -> None:
+async def test_request_ids_in_use_are_refused(server: Server, store: SteeredStore, bystander: RemoteStore) -> None:
     """Two running requests with one id could not be distinguished."""
-    store.gate.clear()
+    store.held = {"save", "status"}
     async with peer_of(server) as peer:
         peer.send(frame({"type": "status", "id": 1, "deadline_ms": 1000}) * 2)
         refused = await peer.receive()
         assert refused is not None
         assert (refused["type"], "in use" in refused["message"]) == ("refused", True)
-    store.gate.set()
+    store.held.clear()
 
 
 async def test_too_many_requests_are_answered_unavailable(
-    server: Server, store: DictStore, bystander: RemoteStore
+    server: Server, store: SteeredStore, bystander: RemoteStore
 ) -> None:
     """The fifth of at most four running requests is answered at once; the others are answered when they can be."""
-    store.gate.clear()
+    store.held = {"save", "status"}
     async with peer_of(server) as peer:
         for number in range(5):
             peer.send(frame({"type": "status", "id": number, "deadline_ms": 5000}))
         first = await peer.receive()
         assert first is not None
         assert (first["type"], first["id"], first["kind"]) == ("error", 4, "Unavailable")
-        store.gate.set()
+        store.held.clear()
         assert sorted([(await peer.receive() or {})["id"] for _ in range(4)]) == [0, 1, 2, 3]
 
 
@@ -290,9 +292,11 @@ async def test_who_asks_and_takes_no_answer_is_let_go(
     await until(lambda: server.describe()["sessions"] == 3)
 
 
-async def test_cancelled_requests_are_answered_once(server: Server, store: DictStore, bystander: RemoteStore) -> None:
+async def test_cancelled_requests_are_answered_once(
+    server: Server, store: SteeredStore, bystander: RemoteStore
+) -> None:
     """Cancelled in the same packet and later; unknown ids are ignored, and the connection stays."""
-    store.gate.clear()
+    store.held = {"save", "status"}
     async with peer_of(server) as peer:
         cancel = frame({"type": "cancel", "id": 1}) + frame({"type": "cancel", "id": 77})
         peer.send(frame({"type": "status", "id": 1, "deadline_ms": 5000}) + cancel)
@@ -304,14 +308,14 @@ async def test_cancelled_requests_are_answered_once(server: Server, store: DictS
         peer.send(cancel)
         assert (await peer.receive() or {})["id"] == 1
         assert set(store.cancelled) == {"status"}
-        store.gate.set()
+        store.held.clear()
         peer.send(frame({"type": "ping", "id": 2, "deadline_ms": 5000}))
         assert (await peer.receive() or {})["type"] == "pong"
 
 
 async def test_tcp_peers_need_the_token() -> None:
     """Without the token, or with a wrong one, a TCP peer is refused with what to do; with it, it is served."""
-    server = Server(DictStore(), token="right")
+    server = Server(SteeredStore(), token="right")
     await server.listen([parse_address("tcp://127.0.0.1:0")])
     url = str(server.addresses[0])
     for token in ("", "wrong", "rightt"):

@@ -20,8 +20,9 @@ from kvstore.format.record import Record
 from kvstore.runtime.deadline import Deadline
 from kvstore.service.limits import ServiceLimits, Stall
 from kvstore.service.server import Server
-from kvstore.testing.dict_store import DictStore
 from kvstore.testing.prompts import ATTENTION, Prompt
+from kvstore.testing.steered_store import SteeredStore
+from kvstore.testing.store_node import save_all
 from kvstore.testing.waiting import soon, until
 from kvstore.wire import convert, messages
 from kvstore.wire.address import UnixAddress, parse_address
@@ -32,14 +33,13 @@ PAYLOAD_BYTES = 200_000
 RECEIVE_BYTES = 1 << 20
 
 
-class SlowStore(DictStore):
+class SlowStore(SteeredStore):
     """Takes its time with each save, forgets the record then, and knows which buffers it gave are still held."""
 
     def __init__(self) -> None:
         super().__init__()
         self.save_s = 0.0
         self.living: set[int] = set()
-        self.keeps = False
 
     def buffer(self, num_bytes: int) -> memoryview:
         array: Any = np.empty(num_bytes, np.uint8)
@@ -57,8 +57,7 @@ class SlowStore(DictStore):
     ) -> SaveOutcome:
         await asyncio.sleep(self.save_s)
         outcome = await super().save(record, ack=ack, retention=retention, deadline=deadline)
-        if not self.keeps:
-            self.records.clear()
+        self.inner.memory.remove(record.key)
         return outcome
 
 
@@ -89,6 +88,7 @@ async def node(tmp_path: Path) -> AsyncIterator[Node]:
     for client in node.clients:
         await client.aclose()
     await server.aclose()
+    await store.aclose()
 
 
 def prompt_of(name: str, num_tokens: int = 64) -> Prompt:
@@ -139,7 +139,7 @@ async def test_cancelled_saves_are_let_go_at_once(node: Node) -> None:
     """Saves that wait in the store are cancelled by their engine: their room is free and their memory gone."""
     prompt = prompt_of("cancelled", 128)
     client = await node.client(prompt)
-    node.store.gate.clear()
+    node.store.held.add("save")
     saves = [asyncio.ensure_future(client.save(record, deadline=soon())) for record in prompt.records()]
     await until(lambda: node.used_bytes >= 4 * PAYLOAD_BYTES)
     assert len(node.store.living) == 4
@@ -149,7 +149,7 @@ async def test_cancelled_saves_are_let_go_at_once(node: Node) -> None:
     await asyncio.gather(*saves, return_exceptions=True)
     await until(lambda: not (node.used_bytes or node.store.living))
     assert time.monotonic() - started_s < 5  # and not at their deadline
-    node.store.gate.set()
+    node.store.held.clear()
     assert await client.save(prompt.records()[0], deadline=soon()) is SaveOutcome.STORED
 
 
@@ -205,8 +205,7 @@ async def test_leases_of_an_engine_that_dies_before_it_reads_of_them(
     """Answers of several stages wait for an engine that reads nothing, and it dies: all of its leases end with it."""
     monkeypatch.setattr("kvstore.wire.protocol._WRITE_HIGH_BYTES", 64 << 10)
     prompt = Prompt(ATTENTION, "dying", 64)
-    node.store._layouts[prompt.description.id] = prompt.layout
-    node.store.records.update({record.key: record for record in prompt.records()})
+    await save_all(node.store.inner, prompt)
     address = parse_address(node.url)
     assert isinstance(address, UnixAddress)
     _, writer = await asyncio.open_unix_connection(address.path)
@@ -218,18 +217,15 @@ async def test_leases_of_an_engine_that_dies_before_it_reads_of_them(
         writer.write(pack_head(encode(messages.Ping(number, 60_000))) * 100)
     for number in range(5):
         writer.write(pack_head(encode(messages.Stage(2000 + number, 60_000, **fields))))
-    await until(lambda: len(node.store.leases) >= 5)
+    await until(lambda: node.store.num_leases >= 5)
     writer.transport.abort()
-    await until(lambda: not node.store.leases)
+    await until(lambda: not node.store.num_leases)
 
 
 async def test_an_engine_that_does_not_read_holds_little(node: Node) -> None:
     """It asks for 100 records of 2 MB and reads none: what waits for it is bounded, and others load as before."""
     prompt = Prompt(ATTENTION, "unread", 64, payload_bytes=2 << 20)
-    node.store.keeps = True
-    node.store._layouts[prompt.description.id] = prompt.layout
-    for record in prompt.records():
-        node.store.records[record.key] = record
+    await save_all(node.store.inner, prompt)
     client = await node.client(prompt, shared_memory=False)
     staged = await client.stage(prompt.query(), deadline=soon())
     assert staged.lease is not None
@@ -255,7 +251,7 @@ async def test_an_engine_that_does_not_read_holds_little(node: Node) -> None:
         await client.load(staged.lease.__class__(bytes(16)), staged.keys[0], deadline=soon())
 
 
-class StepsStore(DictStore):
+class StepsStore(SteeredStore):
     """Answers `status` in several rounds of the event loop, and counts how many it answers at a time."""
 
     def __init__(self) -> None:
@@ -298,6 +294,7 @@ async def test_requests_sent_in_one_go_are_begun_a_few_at_a_time(tmp_path: Path)
             await writer.wait_closed()
     await client.aclose()
     await server.aclose()
+    await store.aclose()
 
 
 def test_a_count_of_bytes_that_begins_below_zero() -> None:

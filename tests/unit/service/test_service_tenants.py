@@ -18,8 +18,8 @@ from kvstore.service.authentication import Grant, Scope, read_credentials, watch
 from kvstore.service.server import Server
 from kvstore.store.limits import StoreLimits
 from kvstore.store.tiered import TieredStore
-from kvstore.testing.dict_store import DictStore
 from kvstore.testing.prompts import ATTENTION, Prompt
+from kvstore.testing.steered_store import SteeredStore
 from kvstore.testing.tokens import credentials_of
 from kvstore.testing.waiting import soon
 from kvstore.tiers.memory import MemoryTier
@@ -194,7 +194,7 @@ def test_a_file_that_changes_is_read_again(tmp_path: Path, caplog: pytest.LogCap
         caplog.clear()
         assert polled() == [False] * 3 and credentials.value.grant_of("2") is not None
         assert caplog.text.count("keeping the previous credentials until this is corrected") == 1
-        told = Server(DictStore(), credentials=credentials).describe()["not_reloaded"]
+        told = Server(SteeredStore(), credentials=credentials).describe()["not_reloaded"]
         assert told == {"credentials": credentials.problem} and "credentials file" in credentials.problem
     write(tmp_path, entry("blue", "3"))
     assert polled() == [False, True, False]
