@@ -17,8 +17,8 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from typing import Any, NoReturn
 
 _ORDER_BYTES_MAX = 128 << 10
@@ -134,7 +134,7 @@ class _ForkServer:
 
 
 class ForkServers:
-    """One for each environment, the idle ones ended when there are too many.
+    """One for each environment, the idle ones ended when there are too many. None but in the block of `running`.
 
     Args:
         module: What is run as a fork server; it calls `fork_on_demand`.
@@ -148,19 +148,36 @@ class ForkServers:
         self._servers_max = servers_max
         self._by_environment: dict[frozenset[tuple[str, str]], _ForkServer] = {}
         self._lock = threading.Lock()
+        self._is_running = False
 
-    def fork(self, order: Order, environment: Mapping[str, str], output: int, answers: int) -> ForkedProcess:
-        """Start a process.
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Within the block processes are forked; with its end all of them are killed."""
+        self._is_running = True
+        try:
+            yield
+        finally:
+            self._is_running = False
+            for server in self._by_environment.values():
+                server.close()
+            self._by_environment.clear()
+
+    def fork(
+        self, order: Order, environment: Mapping[str, str], output: int, answers: int | None = None
+    ) -> ForkedProcess | None:
+        """Start a process; `None` outside of `running`.
 
         Args:
             order: What it is to be, as JSON.
             environment: All of it.
             output: Descriptor for what it prints.
-            answers: Descriptor for what it says to us. Both stay open here.
+            answers: Descriptor for what it says to us; `None`: it says and reads nothing. Both stay open here.
 
         Raises:
             OSError: The fork server could not be started.
         """
+        if not self._is_running:
+            return None
         early = {name: value for name, value in environment.items() if not name.startswith(self._late)}
         early.pop("PYTEST_CURRENT_TEST", None)
         key = frozenset(early.items())
@@ -171,15 +188,13 @@ class ForkServers:
             for key in idle[: max(0, len(self._by_environment) - self._servers_max)]:
                 self._by_environment.pop(key).close()
             try:
-                return server.fork(order, environment, output, answers)
+                process = server.fork(order, environment, output, output if answers is None else answers)
             except OSError:  # it is of no further use: the next process gets a new one
                 self._by_environment.pop(key).close()
                 raise
-
-    def close(self) -> None:
-        """End all of them, and with them what they forked."""
-        for server in self._by_environment.values():
-            server.close()
+        if answers is None:
+            process.stdin.close()
+        return process
 
 
 def tie_to_parent(parent_pid: int) -> None:

@@ -6,11 +6,10 @@ the same each time.
 
 from __future__ import annotations
 
-import contextlib
 import importlib
 import os
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 from kvstore.testing.forking import ForkedProcess, ForkServers, Order, end_process, fork_on_demand
 
@@ -22,22 +21,10 @@ _MODULES = (
     *("kvstore.catalog.redis.pending", "kvstore.catalog.redis.reconcile"),
     *("kvstore.catalog.sqlite.catalog", "kvstore.tiers.filesystem.tier", "kvstore.service.admin.app"),
 )
-_LATE = ("AWS_", "KVSTORE_", "XDG_")
-_SERVERS_MAX = 3
 
-_fork_servers: ForkServers | None = None
-
-
-@contextlib.contextmanager
-def warm_services() -> Iterator[None]:
-    """Within the block services are forked; with its end all of them are killed."""
-    global _fork_servers
-    _fork_servers = servers = ForkServers(__name__, _LATE, _SERVERS_MAX)
-    try:
-        yield
-    finally:
-        _fork_servers = None
-        servers.close()
+_FORKS = ForkServers(__name__, ("AWS_", "KVSTORE_", "XDG_"), servers_max=3)
+warm_services = _FORKS.running
+"""A context manager; within its block services are forked."""
 
 
 def start_warm(command: Sequence[str], environment: Mapping[str, str], output: int) -> ForkedProcess | None:
@@ -51,12 +38,9 @@ def start_warm(command: Sequence[str], environment: Mapping[str, str], output: i
     Raises:
         OSError: The fork server could not be started.
     """
-    if _fork_servers is None or list(command[:2]) != [sys.executable, "-m"] or command[2] not in _PROGRAMS:
+    if list(command[:2]) != [sys.executable, "-m"] or command[2] not in _PROGRAMS:
         return None
-    order = {"module": command[2], "arguments": list(command[3:])}
-    process = _fork_servers.fork(order, environment, output, output)
-    process.stdin.close()
-    return process
+    return _FORKS.fork({"module": command[2], "arguments": list(command[3:])}, environment, output)
 
 
 def _be_service(order: Order, answers: int) -> None:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from kvstore.testing.forking import ForkedProcess, ForkServers
@@ -12,27 +11,12 @@ from kvstore.testing.forking import ForkedProcess, ForkServers
 SERVE = (sys.executable, "-m", "vllm.entrypoints.cli.main", "serve")
 """What the command `vllm serve` of this Python's environment runs."""
 
-_SERVERS_MAX = 3
-"""Each takes some 600 MiB."""
-
 _LATE = ("AWS_", "KVSTORE_", "XDG_", "VLLM_CPU_", "VLLM_ENABLE_V1_MULTIPROCESSING")
-
-_fork_servers: ForkServers | None = None
-
-
-@contextlib.contextmanager
-def warm_starts() -> Iterator[None]:
-    """Within the block engines are forked from a process that has imported vLLM; with its end all of them are killed.
-
-    An engine is then as fresh as any, but for its imports: what they depend on (environment, hash seed) is as given.
-    """
-    global _fork_servers
-    _fork_servers = servers = ForkServers("kvstore.testing.engine.fork_server", _LATE, _SERVERS_MAX)
-    try:
-        yield
-    finally:
-        _fork_servers = None
-        servers.close()
+# each takes some 600 MiB
+_FORKS = ForkServers("kvstore.testing.engine.fork_server", _LATE, servers_max=3)
+warm_starts = _FORKS.running
+"""A context manager; within its block engines are forked from a process that has imported vLLM. An engine is then as
+fresh as any, but for its imports: what they depend on (environment, hash seed) is as given."""
 
 
 def start_warm(
@@ -49,7 +33,7 @@ def start_warm(
     Raises:
         OSError: The fork server could not be started.
     """
-    return None if _fork_servers is None else _fork_servers.fork({"spec": spec}, environment, output, answers)
+    return _FORKS.fork({"spec": spec}, environment, output, answers)
 
 
 def start_warm_server(command: Sequence[str], environment: Mapping[str, str], output: int) -> ForkedProcess | None:
@@ -63,8 +47,4 @@ def start_warm_server(command: Sequence[str], environment: Mapping[str, str], ou
     Raises:
         OSError: The fork server could not be started.
     """
-    if _fork_servers is None:
-        return None
-    process = _fork_servers.fork({"serve": list(command[len(SERVE) :])}, environment, output, output)
-    process.stdin.close()
-    return process
+    return _FORKS.fork({"serve": list(command[len(SERVE) :])}, environment, output)

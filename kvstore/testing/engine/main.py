@@ -8,11 +8,13 @@ import os
 import sys
 import time
 import traceback
+from collections.abc import Callable
 from typing import IO, Any
 
 import numpy as np
 
-from kvstore.testing.engine.spec import SOUND_RATE
+from kvstore.testing.engine.spec import SOUND_RATE, EngineSpec
+from kvstore.testing.engine.traffic import answer_of, run_traffic, take_census
 from kvstore.testing.forking import tie_to_parent
 
 
@@ -26,32 +28,25 @@ def main() -> None:
 
 
 def serve(spec: dict[str, Any], answers: IO[str]) -> None:
-    from kvstore.testing.engine.spec import EngineSpec
-    from kvstore.testing.engine.traffic import run_traffic, take_census
-
     for module in spec["preload"]:
         importlib.import_module(module)
     from vllm import LLM
 
     llm = LLM(**EngineSpec(**spec).engine_arguments())
+    calls: dict[str, Callable[..., Any]] = {
+        "generate": generate,
+        "metrics": metrics,
+        "connector_counters": connector_counters,
+        "reset_prefix_cache": LLM.reset_prefix_cache,
+        "traffic": run_traffic,
+        "census": take_census,
+        "evaluate": lambda llm, expression: eval(expression, {"llm": llm}),
+    }
     say(answers, event="ready")
     for line in sys.stdin:
-        message = json.loads(line)
+        name, arguments = json.loads(line)
         try:
-            if message["op"] == "generate":
-                say(answers, event="answers", answers=generate(llm, message["requests"]))
-            elif message["op"] == "metrics":
-                say(answers, event="metrics", metrics=metrics(llm))
-            elif message["op"] == "connector_counters":
-                say(answers, event="counters", counters=connector_counters(llm))
-            elif message["op"] == "reset_prefix_cache":
-                say(answers, event="reset", done=llm.reset_prefix_cache())
-            elif message["op"] == "traffic":
-                say(answers, event="traffic", traffic=run_traffic(llm, **message["arguments"]))
-            elif message["op"] == "census":
-                say(answers, event="census", census=take_census(llm))
-            elif message["op"] == "evaluate":
-                say(answers, event="value", value=eval(message["expression"], {"llm": llm}))
+            say(answers, event="value", value=calls[name](llm, **arguments))
         except BaseException:
             say(answers, event="failed", error=traceback.format_exc())
             raise
@@ -85,20 +80,12 @@ def generate(llm: Any, requests: list[dict[str, Any]]) -> list[dict[str, Any]]:
     while engine.has_unfinished_requests():
         for output in engine.step():
             now_s = time.monotonic()
-            completion = output.outputs[0]
-            if completion.token_ids:
+            if output.outputs[0].token_ids:
                 first_s.setdefault(output.request_id, now_s)
             if output.finished:
-                answers[output.request_id] = {
-                    "tokens": list(completion.token_ids),
-                    "logprobs": [
-                        {token: logprob.logprob for token, logprob in position.items()}
-                        for position in completion.logprobs or ()
-                    ],
-                    "num_cached_tokens": output.num_cached_tokens or 0,
-                    "ttft_s": first_s[output.request_id] - started_s[output.request_id],
-                    "total_s": now_s - started_s[output.request_id],
-                }
+                ttft_s = first_s[output.request_id] - started_s[output.request_id]
+                total_s = now_s - started_s[output.request_id]
+                answers[output.request_id] = answer_of(output, ttft_s=ttft_s, total_s=total_s)
     return [answers[name] for name in started_s]
 
 

@@ -96,11 +96,11 @@ class EngineProcess:
 
     def send(self, requests: Sequence[Request]) -> None:
         """Submit requests and return; `receive` must be called before any other request."""
-        self._ask({"op": "generate", "requests": [request.as_json() for request in requests]})
+        self._ask("generate", requests=[asdict(request) for request in requests])
 
     def receive(self, *, timeout_s: float = 240.0) -> list[Answer]:
         """Wait for what was sent."""
-        return [Answer.from_json(value) for value in self._next("answers", timeout_s)["answers"]]
+        return [Answer.from_json(value) for value in self._next("value", timeout_s)["value"]]
 
     def traffic(
         self,
@@ -120,39 +120,35 @@ class EngineProcess:
             stop_after_aborts: Return as soon as all aborts are done; requests are left in the engine.
             timeout_s: For all of it.
         """
-        arguments = {
-            "requests": [asdict(request) for request in requests],
-            "in_flight": in_flight,
-            "resets": list(resets),
-            "stop_after_aborts": stop_after_aborts,
-        }
-        self._ask({"op": "traffic", "arguments": arguments})
-        return TrafficReport.from_json(self._next("traffic", timeout_s)["traffic"])
+        report = self._call(
+            "traffic",
+            timeout_s,
+            requests=[asdict(request) for request in requests],
+            in_flight=in_flight,
+            resets=list(resets),
+            stop_after_aborts=stop_after_aborts,
+        )
+        return TrafficReport.from_json(report)
 
     def census(self) -> dict[str, Any]:
         """What an in-process engine holds now: blocks, requests, threads, descriptors."""
-        self._ask({"op": "census"})
-        return dict(self._next("census", _ANSWER_S)["census"])
+        return dict(self._call("census"))
 
     def metrics(self) -> dict[str, float]:
         """The engine's counters and gauges by name, as it would show them to Prometheus."""
-        self._ask({"op": "metrics"})
-        return dict(self._next("metrics", _ANSWER_S)["metrics"])
+        return dict(self._call("metrics"))
 
     def connector_counters(self) -> dict[str, float]:
         """Counters of our connector's two sides together; empty unless the engine is in-process with our connector."""
-        self._ask({"op": "connector_counters"})
-        return dict(self._next("counters", _ANSWER_S)["counters"])
+        return dict(self._call("connector_counters"))
 
     def reset_prefix_cache(self) -> bool:
         """Forget what the engine itself has cached; the connector's store is not touched."""
-        self._ask({"op": "reset_prefix_cache"})
-        return bool(self._next("reset", _ANSWER_S)["done"])
+        return bool(self._call("reset_prefix_cache"))
 
     def evaluate(self, expression: str) -> Any:
         """Evaluate a Python expression in the engine's process, where `llm` is defined."""
-        self._ask({"op": "evaluate", "expression": expression})
-        return self._next("value", _ANSWER_S)["value"]
+        return self._call("evaluate", expression=expression)
 
     def log_text(self) -> str:
         """What this engine wrote."""
@@ -179,10 +175,14 @@ class EngineProcess:
             assert self._child.stdin is not None
             self._child.stdin.close()
 
-    def _ask(self, message: dict[str, Any]) -> None:
+    def _call(self, name: str, timeout_s: float = _ANSWER_S, **arguments: Any) -> Any:
+        self._ask(name, **arguments)
+        return self._next("value", timeout_s)["value"]
+
+    def _ask(self, name: str, **arguments: Any) -> None:
         assert self._child.stdin is not None
         try:
-            self._child.stdin.write(json.dumps(message).encode() + b"\n")
+            self._child.stdin.write(json.dumps([name, arguments]).encode() + b"\n")
             self._child.stdin.flush()
         except (OSError, ValueError) as error:
             raise EngineFailed(f"the engine is gone (exit {self._child.poll()})\n{self._log_tail()}") from error

@@ -71,17 +71,7 @@ def run_traffic(
             if request is None or not output.finished:
                 continue
             del running[output.request_id]
-            completion = output.outputs[0]
-            answers[request.index] = {
-                "tokens": list(completion.token_ids),
-                "logprobs": [
-                    {token: logprob.logprob for token, logprob in position.items()}
-                    for position in completion.logprobs or ()
-                ],
-                "num_cached_tokens": output.num_cached_tokens or 0,
-                "ttft_s": 0.0,
-                "total_s": 0.0,
-            }
+            answers[request.index] = answer_of(output)
         counts["steps"] += 1
         for name, request in list(running.items()):
             state = state_of(core, request.own_name)
@@ -96,6 +86,20 @@ def run_traffic(
         "aborted": aborted,
         "preemptions": num_preemptions(llm) - preemptions_before,
         **counts,
+    }
+
+
+def answer_of(output: Any, *, ttft_s: float = 0.0, total_s: float = 0.0) -> dict[str, Any]:
+    """What vLLM made of a request that has ended, as JSON of `Answer`."""
+    completion = output.outputs[0]
+    return {
+        "tokens": list(completion.token_ids),
+        "logprobs": [
+            {token: logprob.logprob for token, logprob in position.items()} for position in completion.logprobs or ()
+        ],
+        "num_cached_tokens": output.num_cached_tokens or 0,
+        "ttft_s": ttft_s,
+        "total_s": total_s,
     }
 
 
