@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from dataclasses import asdict, dataclass
 from enum import IntEnum
 from typing import ClassVar
@@ -22,22 +21,22 @@ class RecordKind(IntEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class GroupKind(ABC):
-    """Base of the kinds."""
+class GroupKind:
+    """Base of the kinds. By itself it is one whose resume points need all earlier tokens."""
 
     name: ClassVar[str]
     chained: ClassVar[bool] = True
     """Whether a page is of use only behind those before it, so that retention evicts the ends of prompts first."""
-    needs_all: ClassVar[bool] = False
+    needs_all: ClassVar[bool] = True
     """Whether every resume point needs the pages of all earlier tokens: `needed_from` is always 0."""
     is_state: ClassVar[bool] = False
     """Whether a resume point needs one state and no pages: `needed_from` is always `None`."""
 
-    @abstractmethod
     def needed_from(self, resume_tokens: int) -> int | None:
         """The first token whose page bytes are needed to resume at `resume_tokens`. `None`: no pages, but one state
         exactly there.
         """
+        return 0
 
     def describe(self) -> dict[str, int | str]:
         """The kind as plain values for a namespace description; `parse_kind` reads it back."""
@@ -49,10 +48,6 @@ class FullAttention(GroupKind):
     """Keys and values of every earlier token."""
 
     name: ClassVar[str] = "full_attention"
-    needs_all: ClassVar[bool] = True
-
-    def needed_from(self, resume_tokens: int) -> int | None:
-        return 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,10 +55,6 @@ class Latent(GroupKind):
     """Multi-head latent attention (MLA): one latent vector of every earlier token."""
 
     name: ClassVar[str] = "latent"
-    needs_all: ClassVar[bool] = True
-
-    def needed_from(self, resume_tokens: int) -> int | None:
-        return 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +69,7 @@ class SlidingWindow(GroupKind):
     window_tokens: int
     extra_tokens: int = 0
     name: ClassVar[str] = "sliding_window"
+    needs_all: ClassVar[bool] = False
 
     def needed_from(self, resume_tokens: int) -> int | None:
         return max(0, resume_tokens - self.window_tokens + 1 - self.extra_tokens)
@@ -89,6 +81,7 @@ class ChunkedLocal(GroupKind):
 
     chunk_tokens: int
     name: ClassVar[str] = "chunked_local"
+    needs_all: ClassVar[bool] = False
 
     def needed_from(self, resume_tokens: int) -> int | None:
         return resume_tokens // self.chunk_tokens * self.chunk_tokens
@@ -99,6 +92,7 @@ class Recurrent(GroupKind):
     """Mamba, GDN, short convolution: one state exactly at the resume point."""
 
     name: ClassVar[str] = "recurrent"
+    needs_all: ClassVar[bool] = False
     is_state: ClassVar[bool] = True
 
     def needed_from(self, resume_tokens: int) -> int | None:
@@ -112,10 +106,6 @@ class Keyed(GroupKind):
     """
 
     name: ClassVar[str] = "keyed"
-    needs_all: ClassVar[bool] = True
-
-    def needed_from(self, resume_tokens: int) -> int | None:
-        return 0
 
 
 @dataclass(frozen=True, slots=True)
