@@ -7,6 +7,7 @@ import gc
 import os
 import socket
 import threading
+from collections.abc import AsyncIterator
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -51,16 +52,21 @@ async def until_refused(node: Node) -> None:
     await until(lambda: (node.server.describe()["sessions_total"], len(node.client.sockets())) == (5, 3))
 
 
-async def test_large_records_are_not_sent(tmp_path: Path) -> None:
-    """Their bytes do not travel, and are stored as those of records that do."""
+@pytest.fixture
+async def node(tmp_path: Path) -> AsyncIterator[Node]:
     async with node_at(f"unix:{tmp_path / 's'}", options=MAKES_RECORDS) as node:
         await until_shared(node)
-        before = node.sent_bytes
-        for record in RECORDS:
-            assert await node.client.save(made(node, record), deadline=soon()) is SaveOutcome.STORED
-        assert node.sent_bytes - before < 200 * len(RECORDS)
-        assert await node.client.save(made(node, RECORDS[0]), deadline=soon()) is SaveOutcome.EXISTS
-        assert all(stored(node, record) for record in RECORDS)
+        yield node
+
+
+async def test_large_records_are_not_sent(node: Node) -> None:
+    """Their bytes do not travel, and are stored as those of records that do."""
+    before = node.sent_bytes
+    for record in RECORDS:
+        assert await node.client.save(made(node, record), deadline=soon()) is SaveOutcome.STORED
+    assert node.sent_bytes - before < 200 * len(RECORDS)
+    assert await node.client.save(made(node, RECORDS[0]), deadline=soon()) is SaveOutcome.EXISTS
+    assert all(stored(node, record) for record in RECORDS)
 
 
 async def test_each_record_is_verified_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -96,17 +102,15 @@ def test_a_place_without_a_record() -> None:
     arena.close()
 
 
-async def test_a_stored_record_is_a_copy(tmp_path: Path) -> None:
+async def test_a_stored_record_is_a_copy(node: Node) -> None:
     """What its client does with the memory after the answer does not reach the stored record."""
-    async with node_at(f"unix:{tmp_path / 's'}", options=MAKES_RECORDS) as node:
-        await until_shared(node)
-        buffer = node.client.shared_buffer(ROOM_BYTES)
-        assert buffer is not None
-        record = RECORDS[0]
-        buffer[: record.num_bytes] = record.data
-        await node.client.save(Record(record.header, buffer[: record.num_bytes]), deadline=soon())
-        buffer[:] = b"\xff" * len(buffer)
-        assert stored(node, record)
+    buffer = node.client.shared_buffer(ROOM_BYTES)
+    assert buffer is not None
+    record = RECORDS[0]
+    buffer[: record.num_bytes] = record.data
+    await node.client.save(Record(record.header, buffer[: record.num_bytes]), deadline=soon())
+    buffer[:] = b"\xff" * len(buffer)
+    assert stored(node, record)
 
 
 @pytest.mark.parametrize("why", ["tcp", "switched off", "no arena", "older service", "no memory"])
@@ -152,117 +156,107 @@ async def test_an_older_client_sends_records(tmp_path: Path, monkeypatch: pytest
         assert all(stored(node, record) for record in RECORDS)
 
 
-async def test_other_records_are_sent(tmp_path: Path) -> None:
+async def test_other_records_are_sent(node: Node) -> None:
     """Small ones, those in memory of another kind, and those that do not begin where their buffer does."""
-    async with node_at(f"unix:{tmp_path / 's'}", options=MAKES_RECORDS) as node:
-        await until_shared(node)
-        assert node.client.shared_buffer(SMALL.records()[0].num_bytes) is None
-        buffer = node.client.shared_buffer(ROOM_BYTES)
-        assert buffer is not None
-        second = RECORDS[1]
-        buffer[64 : 64 + second.num_bytes] = second.data
-        shifted = Record(second.header, buffer[64 : 64 + second.num_bytes])
-        before = node.sent_bytes
-        for record in (RECORDS[0], shifted):
-            assert await node.client.save(record, deadline=soon()) is SaveOutcome.STORED
-        assert node.sent_bytes - before > RECORDS[0].num_bytes + second.num_bytes
-        assert stored(node, RECORDS[0]) and stored(node, second)
+    assert node.client.shared_buffer(SMALL.records()[0].num_bytes) is None
+    buffer = node.client.shared_buffer(ROOM_BYTES)
+    assert buffer is not None
+    second = RECORDS[1]
+    buffer[64 : 64 + second.num_bytes] = second.data
+    shifted = Record(second.header, buffer[64 : 64 + second.num_bytes])
+    before = node.sent_bytes
+    for record in (RECORDS[0], shifted):
+        assert await node.client.save(record, deadline=soon()) is SaveOutcome.STORED
+    assert node.sent_bytes - before > RECORDS[0].num_bytes + second.num_bytes
+    assert stored(node, RECORDS[0]) and stored(node, second)
 
 
-async def test_memory_that_is_full(tmp_path: Path) -> None:
+async def test_memory_that_is_full(node: Node) -> None:
     """There is no further buffer until one is dropped; nothing waits."""
-    async with node_at(f"unix:{tmp_path / 's'}", options=MAKES_RECORDS) as node:
-        await until_shared(node)
-        taken = []
-        while (buffer := node.client.shared_buffer(ROOM_BYTES)) is not None:
-            taken.append(buffer)
-        assert len(taken) > 40
-        taken.pop()
-        assert node.client.shared_buffer(ROOM_BYTES) is not None
+    taken = []
+    while (buffer := node.client.shared_buffer(ROOM_BYTES)) is not None:
+        taken.append(buffer)
+    assert len(taken) > 40
+    taken.pop()
+    assert node.client.shared_buffer(ROOM_BYTES) is not None
 
 
 @pytest.mark.parametrize("ends", ["answered", "connection lost"])
 async def test_memory_is_not_used_again_before_the_answer(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ends: str
+    node: Node, monkeypatch: pytest.MonkeyPatch, ends: str
 ) -> None:
     """A cancelled save whose record the service still copies keeps its memory, though its caller has dropped it."""
-    async with node_at(f"unix:{tmp_path / 's'}", options=MAKES_RECORDS) as node:
-        await until_shared(node)
-        with copies_wait(monkeypatch) as (waits, go_on):
-            record = made(node, RECORDS[0])
-            place, connections = address(record.data), node.client.pool.connections()
-            saving = asyncio.ensure_future(node.client.save(record, deadline=soon()))
-            assert await asyncio.to_thread(waits.wait, 10)
-            saving.cancel()
-            with suppress(asyncio.CancelledError):
-                await saving
-            del record, saving
-            await node.client.status(deadline=soon())  # the service has had the cancel
-            assert place not in free_places(node)
-            if ends == "answered":
-                go_on.set()
-            else:
-                for connection in connections[1:]:
-                    connection.close()
-            await until(lambda: place in free_places(node))
-        await until_idle(node)
-        assert not stored(node, RECORDS[0]) or ends == "answered"
+    with copies_wait(monkeypatch) as (waits, go_on):
+        record = made(node, RECORDS[0])
+        place, connections = address(record.data), node.client.pool.connections()
+        saving = asyncio.ensure_future(node.client.save(record, deadline=soon()))
+        assert await asyncio.to_thread(waits.wait, 10)
+        saving.cancel()
+        with suppress(asyncio.CancelledError):
+            await saving
+        del record, saving
+        await node.client.status(deadline=soon())  # the service has had the cancel
+        assert place not in free_places(node)
+        if ends == "answered":
+            go_on.set()
+        else:
+            for connection in connections[1:]:
+                connection.close()
+        await until(lambda: place in free_places(node))
+    await until_idle(node)
+    assert not stored(node, RECORDS[0]) or ends == "answered"
 
 
 @pytest.mark.parametrize("change", ["used again", "written to", "written to in its header"])
 async def test_bytes_that_change_before_they_are_copied_are_not_stored(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: str
+    node: Node, monkeypatch: pytest.MonkeyPatch, change: str
 ) -> None:
     """A client whose connection was lost may use the memory again while the service copies it, for a record that is
     whole as well: its stamp is another one. One that writes to a record which it saves is found by the checksums."""
-    async with node_at(f"unix:{tmp_path / 's'}", options=MAKES_RECORDS) as node:
-        await until_shared(node)
-        with copies_wait(monkeypatch) as (waits, go_on):
-            buffer = node.client.shared_buffer(ROOM_BYTES)
-            assert buffer is not None
-            first, second = RECORDS[0], RECORDS[1]
-            buffer[: first.num_bytes] = first.data
-            place = address(buffer)
-            saving = asyncio.ensure_future(
-                node.client.save(Record(first.header, buffer[: first.num_bytes]), deadline=soon())
-            )
-            assert await asyncio.to_thread(waits.wait, 10)
-            if change == "used again":
-                for connection in node.client.pool.connections()[1:]:
-                    connection.close()
-                with pytest.raises(Unavailable):
-                    await saving
-                del saving, buffer
-                await asyncio.sleep(0)  # its task has ended
-                again = []
-                while not again or address(again[-1]) != place:
-                    taken = node.client.shared_buffer(ROOM_BYTES)
-                    assert taken is not None
-                    again.append(taken)
-                again[-1][: second.num_bytes] = second.data
-                go_on.set()
-            else:
-                buffer[HEADER_BYTES + 70_000 if change == "written to" else 30] ^= 1
-                go_on.set()
-                with pytest.raises(CorruptRecord):
-                    await saving
-        await until_idle(node)
-        assert not stored(node, first) and not stored(node, second)
-
-
-async def test_a_late_save_is_answered_when_its_copy_has_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A save whose deadline passes while the service copies fails, and its memory is used again after the copy."""
-    async with node_at(f"unix:{tmp_path / 's'}", options=MAKES_RECORDS) as node:
-        await until_shared(node)
-        with copies_wait(monkeypatch) as (_, go_on):
-            record = made(node, RECORDS[0])
-            place = address(record.data)
+    with copies_wait(monkeypatch) as (waits, go_on):
+        buffer = node.client.shared_buffer(ROOM_BYTES)
+        assert buffer is not None
+        first, second = RECORDS[0], RECORDS[1]
+        buffer[: first.num_bytes] = first.data
+        place = address(buffer)
+        saving = asyncio.ensure_future(
+            node.client.save(Record(first.header, buffer[: first.num_bytes]), deadline=soon())
+        )
+        assert await asyncio.to_thread(waits.wait, 10)
+        if change == "used again":
+            for connection in node.client.pool.connections()[1:]:
+                connection.close()
             with pytest.raises(Unavailable):
-                await node.client.save(record, deadline=Deadline.after(0.1))
-            del record
-            assert place not in free_places(node)
+                await saving
+            del saving, buffer
+            await asyncio.sleep(0)  # its task has ended
+            again = []
+            while not again or address(again[-1]) != place:
+                taken = node.client.shared_buffer(ROOM_BYTES)
+                assert taken is not None
+                again.append(taken)
+            again[-1][: second.num_bytes] = second.data
             go_on.set()
-            await until(lambda: place in free_places(node))
+        else:
+            buffer[HEADER_BYTES + 70_000 if change == "written to" else 30] ^= 1
+            go_on.set()
+            with pytest.raises(CorruptRecord):
+                await saving
+    await until_idle(node)
+    assert not stored(node, first) and not stored(node, second)
+
+
+async def test_a_late_save_is_answered_when_its_copy_has_ended(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A save whose deadline passes while the service copies fails, and its memory is used again after the copy."""
+    with copies_wait(monkeypatch) as (_, go_on):
+        record = made(node, RECORDS[0])
+        place = address(record.data)
+        with pytest.raises(Unavailable):
+            await node.client.save(record, deadline=Deadline.after(0.1))
+        del record
+        assert place not in free_places(node)
+        go_on.set()
+        await until(lambda: place in free_places(node))
 
 
 async def test_a_service_that_is_restarted(tmp_path: Path) -> None:
@@ -282,21 +276,19 @@ async def test_a_service_that_is_restarted(tmp_path: Path) -> None:
             assert second.server.describe()["save_memory_bytes_used"] == MEMORY_BYTES
 
 
-async def test_a_new_control_connection(tmp_path: Path) -> None:
+async def test_a_new_control_connection(node: Node) -> None:
     """The client asks again, of a service that may be another one, and gives the memory that it had up."""
-    async with node_at(f"unix:{tmp_path / 's'}", options=MAKES_RECORDS) as node:
-        await until_shared(node)
-        old = made(node, RECORDS[0])
-        control = node.client.pool.now()
-        assert control is not None
-        control.close()
-        await until(lambda: node.client.pool.now() not in (None, control))
-        await until_shared(node)
-        await until(lambda: node.server.describe()["save_memory_bytes_used"] == MEMORY_BYTES)
-        assert len(node.client.sockets()) == 4
-        for record in (old, made(node, RECORDS[1])):
-            assert await node.client.save(record, deadline=soon()) is SaveOutcome.STORED
-        assert stored(node, RECORDS[0]) and stored(node, RECORDS[1])
+    old = made(node, RECORDS[0])
+    control = node.client.pool.now()
+    assert control is not None
+    control.close()
+    await until(lambda: node.client.pool.now() not in (None, control))
+    await until_shared(node)
+    await until(lambda: node.server.describe()["save_memory_bytes_used"] == MEMORY_BYTES)
+    assert len(node.client.sockets()) == 4
+    for record in (old, made(node, RECORDS[1])):
+        assert await node.client.save(record, deadline=soon()) is SaveOutcome.STORED
+    assert stored(node, RECORDS[0]) and stored(node, RECORDS[1])
 
 
 async def test_two_new_control_connections(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -331,64 +323,56 @@ async def test_two_new_control_connections(tmp_path: Path, monkeypatch: pytest.M
         assert await node.client.save(made(node, RECORDS[0]), deadline=soon()) is SaveOutcome.STORED
 
 
-async def test_a_connection_that_does_not_know_places(tmp_path: Path) -> None:
+async def test_a_connection_that_does_not_know_places(node: Node) -> None:
     """A record in shared memory is sent on a connection whose welcome does not say that the service reads places."""
-    async with node_at(f"unix:{tmp_path / 's'}", options=MAKES_RECORDS) as node:
-        await until_shared(node)
-        for connection in node.client.pool.connections():
-            connection.welcome = replace(connection.welcome, save_memory=False)
-        before = node.sent_bytes
-        assert await node.client.save(made(node, RECORDS[0]), deadline=soon()) is SaveOutcome.STORED
-        assert node.sent_bytes - before > RECORDS[0].num_bytes
-        assert stored(node, RECORDS[0])
+    for connection in node.client.pool.connections():
+        connection.welcome = replace(connection.welcome, save_memory=False)
+    before = node.sent_bytes
+    assert await node.client.save(made(node, RECORDS[0]), deadline=soon()) is SaveOutcome.STORED
+    assert node.sent_bytes - before > RECORDS[0].num_bytes
+    assert stored(node, RECORDS[0])
 
 
-async def test_a_failed_save_frees_its_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_failed_save_frees_its_memory(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
     """At once, without the cyclic collector: an error has no cycle that keeps the record."""
-    async with node_at(f"unix:{tmp_path / 's'}", options=MAKES_RECORDS) as node:
-        await until_shared(node)
-        gc.collect()
-        gc.disable()
-        try:
-            with copies_wait(monkeypatch) as (waits, go_on):
-                record = made(node, RECORDS[0])
-                place = address(record.data)
-                saving = asyncio.ensure_future(node.client.save(record, deadline=soon()))
-                assert await asyncio.to_thread(waits.wait, 10)
-                for connection in node.client.pool.connections()[1:]:
-                    connection.close()
-                with pytest.raises(Unavailable):
-                    await saving
-                del record, saving
-                await asyncio.sleep(0)  # its task has ended
-                assert place in free_places(node)
-                go_on.set()
-        finally:
-            gc.enable()
-
-
-async def test_a_service_that_dies_while_it_copies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The save fails, as one whose record was being sent."""
-    async with node_at(f"unix:{tmp_path / 's'}", options=MAKES_RECORDS) as node:
-        await until_shared(node)
+    gc.collect()
+    gc.disable()
+    try:
         with copies_wait(monkeypatch) as (waits, go_on):
-            saving = asyncio.ensure_future(node.client.save(made(node, RECORDS[0]), deadline=soon()))
+            record = made(node, RECORDS[0])
+            place = address(record.data)
+            saving = asyncio.ensure_future(node.client.save(record, deadline=soon()))
             assert await asyncio.to_thread(waits.wait, 10)
-            closing = asyncio.ensure_future(node.server.aclose())
+            for connection in node.client.pool.connections()[1:]:
+                connection.close()
             with pytest.raises(Unavailable):
                 await saving
+            del record, saving
+            await asyncio.sleep(0)  # its task has ended
+            assert place in free_places(node)
             go_on.set()
-            await closing
+    finally:
+        gc.enable()
 
 
-async def test_a_client_that_leaves_frees_its_memory(tmp_path: Path) -> None:
+async def test_a_service_that_dies_while_it_copies(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The save fails, as one whose record was being sent."""
+    with copies_wait(monkeypatch) as (waits, go_on):
+        saving = asyncio.ensure_future(node.client.save(made(node, RECORDS[0]), deadline=soon()))
+        assert await asyncio.to_thread(waits.wait, 10)
+        closing = asyncio.ensure_future(node.server.aclose())
+        with pytest.raises(Unavailable):
+            await saving
+        go_on.set()
+        await closing
+
+
+async def test_a_client_that_leaves_frees_its_memory(node: Node) -> None:
     """At once; and another client cannot name it."""
-    async with node_at(f"unix:{tmp_path / 's'}", options=MAKES_RECORDS) as node:
-        await until_shared(node)
-        assert node.server.describe()["save_memory_bytes_used"] == MEMORY_BYTES
-        await node.client.aclose()
-        assert node.client.shared_buffer(ROOM_BYTES) is None
-        await until(lambda: not node.server.describe()["save_memory_bytes_used"])
+    assert node.server.describe()["save_memory_bytes_used"] == MEMORY_BYTES
+    await node.client.aclose()
+    assert node.client.shared_buffer(ROOM_BYTES) is None
+    await until(lambda: not node.server.describe()["save_memory_bytes_used"])
 
 
 async def test_saves_wait_for_room_as_sent_records_do(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+from collections.abc import AsyncIterator
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -36,6 +37,13 @@ from tests.unit.client.sharing_node import LARGE, Node, node_at
 MANY = Prompt(ATTENTION, "many together", 64 * (messages.SAVE_PLACES_MAX + 6), payload_bytes=70_000)
 
 
+@pytest.fixture
+async def node(tmp_path: Path) -> AsyncIterator[Node]:
+    async with node_at(f"unix:{tmp_path / 's'}", options=MAKES_RECORDS) as node:
+        await until_shared(node)
+        yield node
+
+
 def all_made(node: Node, records: list[Record]) -> list[Record]:
     return [made(node, record) for record in records]
 
@@ -62,33 +70,29 @@ def count_saves(monkeypatch: pytest.MonkeyPatch) -> list[messages.Save]:
     return saves
 
 
-async def test_records_in_shared_memory_take_one_request(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_records_in_shared_memory_take_one_request(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each has its outcome, and the bytes that were made; one that is there already keeps its own."""
-    async with node_at(f"unix:{tmp_path / 's'}", options=MAKES_RECORDS) as node:
-        await until_shared(node)
-        await node.client.save(RECORDS[2], deadline=soon())
-        saves, before = count_saves(monkeypatch), node.sent_bytes
-        outcomes = await node.client.save_many(all_made(node, RECORDS), deadline=soon())
-        assert [outcome is SaveOutcome.EXISTS for outcome in outcomes] == [at == 2 for at in range(len(RECORDS))]
-        assert len(saves) == 1 and node.sent_bytes - before < 400
-        assert all(stored(node, record) for record in RECORDS)
+    await node.client.save(RECORDS[2], deadline=soon())
+    saves, before = count_saves(monkeypatch), node.sent_bytes
+    outcomes = await node.client.save_many(all_made(node, RECORDS), deadline=soon())
+    assert [outcome is SaveOutcome.EXISTS for outcome in outcomes] == [at == 2 for at in range(len(RECORDS))]
+    assert len(saves) == 1 and node.sent_bytes - before < 400
+    assert all(stored(node, record) for record in RECORDS)
 
 
-async def test_more_records_than_one_request_may_have(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_more_records_than_one_request_may_have(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
     """They are divided."""
-    async with node_at(f"unix:{tmp_path / 's'}", options=MAKES_RECORDS) as node:
-        await until_shared(node)
-        await node.client.open_namespace(MANY.description, deadline=soon())
-        saves, records = count_saves(monkeypatch), []
-        for record in MANY.records():
-            buffer = node.client.shared_buffer(record.num_bytes)
-            assert buffer is not None
-            buffer[:] = record.data
-            records.append(Record(record.header, buffer.toreadonly()))
-        outcomes = await node.client.save_many(records, deadline=soon())
-        assert outcomes == [SaveOutcome.STORED] * len(records)
-        assert [len(save.places) // 24 for save in saves] == [messages.SAVE_PLACES_MAX] * 2 + [12]
-        assert all(stored(node, record) for record in MANY.records())
+    await node.client.open_namespace(MANY.description, deadline=soon())
+    saves, records = count_saves(monkeypatch), []
+    for record in MANY.records():
+        buffer = node.client.shared_buffer(record.num_bytes)
+        assert buffer is not None
+        buffer[:] = record.data
+        records.append(Record(record.header, buffer.toreadonly()))
+    outcomes = await node.client.save_many(records, deadline=soon())
+    assert outcomes == [SaveOutcome.STORED] * len(records)
+    assert [len(save.places) // 24 for save in saves] == [messages.SAVE_PLACES_MAX] * 2 + [12]
+    assert all(stored(node, record) for record in MANY.records())
 
 
 @pytest.mark.parametrize("why", ["one is elsewhere", "older service", "too large together"])
@@ -112,78 +116,72 @@ async def test_each_by_itself_where_they_cannot_go_together(
         await until_idle(node)
 
 
-async def test_a_damaged_record_among_others(tmp_path: Path) -> None:
+async def test_a_damaged_record_among_others(node: Node) -> None:
     """It is refused and not stored; of the others none is stored with other bytes, and they can be saved again."""
-    async with node_at(f"unix:{tmp_path / 's'}", options=MAKES_RECORDS) as node:
-        await until_shared(node)
-        records = all_made(node, RECORDS)
-        records[1] = damaged(node, RECORDS[1])
-        with pytest.raises(CorruptRecord):
-            await node.client.save_many(records, deadline=soon())
-        assert not stored(node, RECORDS[1])
-        outcomes = await node.client.save_many(all_made(node, RECORDS), deadline=soon())
-        assert set(outcomes) <= {SaveOutcome.STORED, SaveOutcome.EXISTS}
-        assert all(stored(node, record) for record in RECORDS)
-        await until_idle(node)
+    records = all_made(node, RECORDS)
+    records[1] = damaged(node, RECORDS[1])
+    with pytest.raises(CorruptRecord):
+        await node.client.save_many(records, deadline=soon())
+    assert not stored(node, RECORDS[1])
+    outcomes = await node.client.save_many(all_made(node, RECORDS), deadline=soon())
+    assert set(outcomes) <= {SaveOutcome.STORED, SaveOutcome.EXISTS}
+    assert all(stored(node, record) for record in RECORDS)
+    await until_idle(node)
 
 
-async def test_a_service_whose_memory_is_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_service_whose_memory_is_full(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing there can be evicted: of one request the record that fits and those that are there have their outcomes,
     as the ones between them that do not fit."""
-    async with node_at(f"unix:{tmp_path / 's'}", options=MAKES_RECORDS) as node:
-        await until_shared(node)
-        limit_bytes = node.memory.limit_bytes
-        filling = replace(LARGE, name="filling", payload_bytes=limit_bytes // len(RECORDS) - 160_000)
-        for record in (RECORDS[4], *filling.records()):
-            await node.client.save(record, deadline=soon())
-            assert node.memory.pin(record.key) is not None
-        free_bytes = limit_bytes - node.memory.pinned_bytes
-        assert RECORDS[0].num_bytes < free_bytes < 2 * MIB
-        too_large = replace(LARGE, name="too large", payload_bytes=2 * MIB).records()[:2]
-        records = [too_large[0], RECORDS[4], RECORDS[0], too_large[1], RECORDS[4]]
-        in_memory = []
-        for record in records:
-            buffer = node.client.shared_buffer(record.num_bytes)
-            assert buffer is not None
-            buffer[:] = record.data
-            in_memory.append(Record(record.header, buffer.toreadonly()))
-        saves = count_saves(monkeypatch)
-        outcomes = await node.client.save_many(in_memory, deadline=soon())
-        full, there = SaveOutcome.FULL, SaveOutcome.EXISTS
-        assert outcomes == [full, there, SaveOutcome.STORED, full, there]
-        assert len(saves) == 1 and [stored(node, record) for record in records] == [False, True, True, False, True]
-        await until_idle(node)
+    limit_bytes = node.memory.limit_bytes
+    filling = replace(LARGE, name="filling", payload_bytes=limit_bytes // len(RECORDS) - 160_000)
+    for record in (RECORDS[4], *filling.records()):
+        await node.client.save(record, deadline=soon())
+        assert node.memory.pin(record.key) is not None
+    free_bytes = limit_bytes - node.memory.pinned_bytes
+    assert RECORDS[0].num_bytes < free_bytes < 2 * MIB
+    too_large = replace(LARGE, name="too large", payload_bytes=2 * MIB).records()[:2]
+    records = [too_large[0], RECORDS[4], RECORDS[0], too_large[1], RECORDS[4]]
+    in_memory = []
+    for record in records:
+        buffer = node.client.shared_buffer(record.num_bytes)
+        assert buffer is not None
+        buffer[:] = record.data
+        in_memory.append(Record(record.header, buffer.toreadonly()))
+    saves = count_saves(monkeypatch)
+    outcomes = await node.client.save_many(in_memory, deadline=soon())
+    full, there = SaveOutcome.FULL, SaveOutcome.EXISTS
+    assert outcomes == [full, there, SaveOutcome.STORED, full, there]
+    assert len(saves) == 1 and [stored(node, record) for record in records] == [False, True, True, False, True]
+    await until_idle(node)
 
 
 @pytest.mark.parametrize("ends", ["answered", "connection lost"])
 async def test_the_memory_of_cancelled_saves_is_kept_until_the_answer(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ends: str
+    node: Node, monkeypatch: pytest.MonkeyPatch, ends: str
 ) -> None:
     """The service may still copy each of them. A lost connection fails the call, and gives all room back."""
-    async with node_at(f"unix:{tmp_path / 's'}", options=MAKES_RECORDS) as node:
-        await until_shared(node)
-        with copies_wait(monkeypatch) as (waits, go_on):
-            taken, free = all_made(node, RECORDS), len(free_places(node))
-            saving = asyncio.ensure_future(node.client.save_many(taken, deadline=soon()))
-            del taken
-            assert await asyncio.to_thread(waits.wait, 10)
-            if ends == "answered":
-                saving.cancel()
-                with suppress(asyncio.CancelledError):
-                    await saving
-                await node.client.status(deadline=soon())  # the service has had the cancel
-            else:
-                for connection in node.client.pool.connections()[1:]:
-                    connection.close()
-                with pytest.raises(Unavailable):
-                    await saving
-            del saving
-            if ends == "answered":
-                assert len(free_places(node)) == free
-            go_on.set()
-            await until(lambda: len(free_places(node)) >= free + len(RECORDS))
-        await until_idle(node)
-        assert len({stored(node, record) for record in RECORDS}) == 1
+    with copies_wait(monkeypatch) as (waits, go_on):
+        taken, free = all_made(node, RECORDS), len(free_places(node))
+        saving = asyncio.ensure_future(node.client.save_many(taken, deadline=soon()))
+        del taken
+        assert await asyncio.to_thread(waits.wait, 10)
+        if ends == "answered":
+            saving.cancel()
+            with suppress(asyncio.CancelledError):
+                await saving
+            await node.client.status(deadline=soon())  # the service has had the cancel
+        else:
+            for connection in node.client.pool.connections()[1:]:
+                connection.close()
+            with pytest.raises(Unavailable):
+                await saving
+        del saving
+        if ends == "answered":
+            assert len(free_places(node)) == free
+        go_on.set()
+        await until(lambda: len(free_places(node)) >= free + len(RECORDS))
+    await until_idle(node)
+    assert len({stored(node, record) for record in RECORDS}) == 1
 
 
 @pytest.mark.parametrize("why", ["late", "no credit", "too large", "damaged", "damaged and one elsewhere", "cancelled"])

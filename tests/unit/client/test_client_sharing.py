@@ -9,6 +9,7 @@ import socket
 import threading
 import time
 import weakref
+from collections.abc import AsyncIterator
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -30,6 +31,12 @@ from kvstore.testing.waiting import soon
 from kvstore.wire import convert, messages, places
 from kvstore.wire.frames import pack_head
 from tests.unit.client.sharing_node import LARGE, SMALL, Node, node_at
+
+
+@pytest.fixture
+async def node(tmp_path: Path) -> AsyncIterator[Node]:
+    async with node_at(f"unix:{tmp_path / 's'}") as node:
+        yield node
 
 
 def test_a_service_that_answers_byte_by_byte(tmp_path: Path) -> None:
@@ -100,11 +107,10 @@ def overwrite(node: Node, staged: Staged) -> None:
         buffer[:] = b"\xff" * len(buffer)
 
 
-async def test_large_records_are_read_where_they_stand(tmp_path: Path) -> None:
+async def test_large_records_are_read_where_they_stand(node: Node) -> None:
     """Over a Unix socket the bytes of large records do not travel, and one request serves all of them."""
-    async with node_at(f"unix:{tmp_path / 's'}") as node:
-        await node.saved(LARGE)
-        assert await load_all(node, LARGE) < 2000
+    await node.saved(LARGE)
+    assert await load_all(node, LARGE) < 2000
 
 
 @pytest.mark.parametrize("why", ["small", "tcp", "switched off", "no arena", "arena full"])
@@ -119,19 +125,16 @@ async def test_records_travel_where_they_cannot_be_shared(tmp_path: Path, why: s
         assert await load_all(node, prompt) > sum(record.num_bytes for record in prompt.records())
 
 
-async def test_one_record_is_sent(tmp_path: Path) -> None:
+async def test_one_record_is_sent(node: Node) -> None:
     """`load` returns bytes that are the caller's own, also where memory is shared."""
-    async with node_at(f"unix:{tmp_path / 's'}") as node:
-        await node.saved(LARGE)
-        staged = await node.client.stage(LARGE.query(), deadline=soon())
-        assert staged.lease is not None
-        buffer = memoryview(bytearray(300_000))
-        record = await node.client.load(
-            staged.lease, staged.keys[0], deadline=soon(), allocate=lambda size: buffer[:size]
-        )
-        overwrite(node, staged)
-        open_record(record.data, staged.keys[0])
-        assert record.data == buffer[: record.num_bytes]
+    await node.saved(LARGE)
+    staged = await node.client.stage(LARGE.query(), deadline=soon())
+    assert staged.lease is not None
+    buffer = memoryview(bytearray(300_000))
+    record = await node.client.load(staged.lease, staged.keys[0], deadline=soon(), allocate=lambda size: buffer[:size])
+    overwrite(node, staged)
+    open_record(record.data, staged.keys[0])
+    assert record.data == buffer[: record.num_bytes]
 
 
 async def test_long_loads_are_asked_in_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -143,37 +146,35 @@ async def test_long_loads_are_asked_in_parts(tmp_path: Path, monkeypatch: pytest
 
 
 @pytest.mark.parametrize("when", ["before", "while"])
-async def test_a_record_whose_memory_was_reused_is_not_used(tmp_path: Path, when: str) -> None:
+async def test_a_record_whose_memory_was_reused_is_not_used(node: Node, when: str) -> None:
     """Its memory serves another record before or while it is read: the reader learns that it has read nothing."""
-    async with node_at(f"unix:{tmp_path / 's'}") as node:
-        await node.saved(LARGE)
-        staged, loaded = await mapped(node, LARGE)
-        if when == "before":
+    await node.saved(LARGE)
+    staged, loaded = await mapped(node, LARGE)
+    if when == "before":
+        overwrite(node, staged)
+    with pytest.raises(Unavailable, match="no longer there"), loaded.reading() as record:
+        open_record(record.data)
+        if when == "while":
             overwrite(node, staged)
-        with pytest.raises(Unavailable, match="no longer there"), loaded.reading() as record:
-            open_record(record.data)
-            if when == "while":
-                overwrite(node, staged)
-                open_record(record.data)  # its error would blame the record
+            open_record(record.data)  # its error would blame the record
 
 
-async def test_a_corrupt_byte_is_the_records_fault(tmp_path: Path) -> None:
+async def test_a_corrupt_byte_is_the_records_fault(node: Node) -> None:
     """A byte that changed under a live record is found by the checksum, of header or payload, and is not excused."""
-    async with node_at(f"unix:{tmp_path / 's'}") as node:
-        await node.saved(LARGE)
-        staged, loaded = await mapped(node, LARGE)
-        held = node.memory.peek(staged.keys[0])
-        assert held is not None
-        flipped: Any = np.ndarray(
-            held.num_bytes, np.uint8, (ctypes.c_char * held.num_bytes).from_address(address(held.data))
-        )
-        for at in (HEADER_BYTES + 1000, 30):
-            flipped[at] ^= 1
-            with pytest.raises(CorruptRecord), loaded.reading() as record:
-                verify_payload(record)
-            flipped[at] ^= 1
-        with loaded.reading() as record:
+    await node.saved(LARGE)
+    staged, loaded = await mapped(node, LARGE)
+    held = node.memory.peek(staged.keys[0])
+    assert held is not None
+    flipped: Any = np.ndarray(
+        held.num_bytes, np.uint8, (ctypes.c_char * held.num_bytes).from_address(address(held.data))
+    )
+    for at in (HEADER_BYTES + 1000, 30):
+        flipped[at] ^= 1
+        with pytest.raises(CorruptRecord), loaded.reading() as record:
             verify_payload(record)
+        flipped[at] ^= 1
+    with loaded.reading() as record:
+        verify_payload(record)
 
 
 def address(data: memoryview) -> int:
@@ -181,133 +182,122 @@ def address(data: memoryview) -> int:
     return int(array.__array_interface__["data"][0])
 
 
-async def test_a_lease_that_ended_takes_nothing_away_yet(tmp_path: Path) -> None:
+async def test_a_lease_that_ended_takes_nothing_away_yet(node: Node) -> None:
     """Bytes stay what they are until the memory is used again: a load whose lease has just expired is right."""
-    async with node_at(f"unix:{tmp_path / 's'}") as node:
-        await node.saved(LARGE)
-        staged, loaded = await mapped(node, LARGE)
-        node.store.leases.release_all()
-        with loaded.reading() as record:
-            open_record(record.data, staged.keys[0])
-        with pytest.raises(Unavailable, match="lease"):
-            await node.client.load_many(LeaseId(staged.lease or b""), staged.keys, deadline=soon())
+    await node.saved(LARGE)
+    staged, loaded = await mapped(node, LARGE)
+    node.store.leases.release_all()
+    with loaded.reading() as record:
+        open_record(record.data, staged.keys[0])
+    with pytest.raises(Unavailable, match="lease"):
+        await node.client.load_many(LeaseId(staged.lease or b""), staged.keys, deadline=soon())
 
 
-async def test_a_record_that_was_replaced_is_still_the_leased_one(tmp_path: Path) -> None:
+async def test_a_record_that_was_replaced_is_still_the_leased_one(node: Node) -> None:
     """A record is discarded and saved again with other bytes: a reader with a lease sees the old bytes or an error."""
-    async with node_at(f"unix:{tmp_path / 's'}") as node:
-        await node.saved(LARGE)
-        staged, loaded = await mapped(node, LARGE)
-        key, old = staged.keys[0], {record.key: record for record in LARGE.records()}
+    await node.saved(LARGE)
+    staged, loaded = await mapped(node, LARGE)
+    key, old = staged.keys[0], {record.key: record for record in LARGE.records()}
+    await node.client.discard(key, "a test", deadline=soon())
+    for seed in range(1, 4):
+        other = LARGE.record(old[key].header.span.stop, key.group, key.slice, seed=seed)
+        await node.client.save(other, deadline=soon())
         await node.client.discard(key, "a test", deadline=soon())
-        for seed in range(1, 4):
-            other = LARGE.record(old[key].header.span.stop, key.group, key.slice, seed=seed)
-            await node.client.save(other, deadline=soon())
-            await node.client.discard(key, "a test", deadline=soon())
-        with suppress(Unavailable), loaded.reading() as record:
-            open_record(record.data, key)
-            assert record.data == old[key].data
-        lost, *others = await node.client.load_many(LeaseId(staged.lease or b""), staged.keys, deadline=soon())
-        with pytest.raises(Unavailable):
-            await lost.load(deadline=soon())
-        for one, other in zip(others, staged.keys[1:], strict=True):
-            assert (await one.load(deadline=soon())).peek().data == old[other].data
+    with suppress(Unavailable), loaded.reading() as record:
+        open_record(record.data, key)
+        assert record.data == old[key].data
+    lost, *others = await node.client.load_many(LeaseId(staged.lease or b""), staged.keys, deadline=soon())
+    with pytest.raises(Unavailable):
+        await lost.load(deadline=soon())
+    for one, other in zip(others, staged.keys[1:], strict=True):
+        assert (await one.load(deadline=soon())).peek().data == old[other].data
 
 
-async def test_a_service_that_ended_leaves_what_is_being_read(tmp_path: Path) -> None:
+async def test_a_service_that_ended_leaves_what_is_being_read(node: Node) -> None:
     """The service goes while a record is read: the memory stays until the reader is done, and so do the bytes."""
-    async with node_at(f"unix:{tmp_path / 's'}") as node:
-        await node.saved(LARGE)
-        staged, loaded = await mapped(node, LARGE)
-        with loaded.reading() as record:
-            await node.server.aclose()
-            await node.memory.aclose()
-            open_record(record.data, staged.keys[0])
-        with pytest.raises(Unavailable):
-            await node.client.load_many(LeaseId(staged.lease or b""), staged.keys, deadline=soon())
+    await node.saved(LARGE)
+    staged, loaded = await mapped(node, LARGE)
+    with loaded.reading() as record:
+        await node.server.aclose()
+        await node.memory.aclose()
+        open_record(record.data, staged.keys[0])
+    with pytest.raises(Unavailable):
+        await node.client.load_many(LeaseId(staged.lease or b""), staged.keys, deadline=soon())
 
 
-async def test_nothing_is_read_after_its_block(tmp_path: Path) -> None:
+async def test_nothing_is_read_after_its_block(node: Node) -> None:
     """The bytes of a mapped record cannot be read once it was checked that they are right."""
-    async with node_at(f"unix:{tmp_path / 's'}") as node:
-        await node.saved(LARGE)
-        _, loaded = await mapped(node, LARGE)
-        with loaded.reading() as record:
-            assert record.payload[:10]
-        with pytest.raises(ValueError, match="released"):
-            bytes(record.data)
+    await node.saved(LARGE)
+    _, loaded = await mapped(node, LARGE)
+    with loaded.reading() as record:
+        assert record.payload[:10]
+    with pytest.raises(ValueError, match="released"):
+        bytes(record.data)
 
 
 @pytest.mark.parametrize(
     "place",
     [Place(0, 200_192, 1), Place(63, 10, 1), Place(32 << 20, 1, 1), Place(64, 1 << 40, 1), Place(1 << 62, 1 << 62, 1)],
 )
-async def test_places_outside_the_memory_are_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: Place
-) -> None:
+async def test_places_outside_the_memory_are_refused(node: Node, monkeypatch: pytest.MonkeyPatch, place: Place) -> None:
     """A service that answers with places that cannot be costs the load, and no memory outside is read."""
-    async with node_at(f"unix:{tmp_path / 's'}") as node:
-        await node.saved(LARGE)
-        monkeypatch.setattr(Arena, "place", lambda *_: place)
-        with pytest.raises(InvalidRequest, match="no such place"):
+    await node.saved(LARGE)
+    monkeypatch.setattr(Arena, "place", lambda *_: place)
+    with pytest.raises(InvalidRequest, match="no such place"):
+        await mapped(node, LARGE)
+
+
+async def test_a_place_of_another_record_is_refused(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A service that confuses places, or their sizes, is found out by the headers."""
+    await node.saved(LARGE)
+    staged, _ = await mapped(node, LARGE)
+    other, arena = node.memory.peek(staged.keys[1]), node.memory.arena
+    assert other is not None and arena is not None
+    confused = arena.place(other.data)
+    assert confused is not None
+    for place in (confused, replace(confused, num_bytes=confused.num_bytes - 1), replace(confused, num_bytes=7)):
+        monkeypatch.setattr(Arena, "place", lambda *_, place=place: place)
+        _, loaded = await mapped(node, LARGE)
+        with pytest.raises(CorruptRecord), loaded.reading():
+            pass
+
+
+async def test_answers_of_the_wrong_length_are_refused(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A service that answers for fewer or more records than were named costs the load."""
+    await node.saved(LARGE)
+    for located in (b"", bytes(24), bytes(24 * 9), bytes(7)):
+        answer = partial(messages.Located, places=located)
+        monkeypatch.setattr(places, "located_reply", lambda request_id, _, answer=answer: answer(request_id))
+        with pytest.raises(InvalidRequest, match="length"):
             await mapped(node, LARGE)
 
 
-async def test_a_place_of_another_record_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A service that confuses places, or their sizes, is found out by the headers."""
-    async with node_at(f"unix:{tmp_path / 's'}") as node:
-        await node.saved(LARGE)
-        staged, _ = await mapped(node, LARGE)
-        other, arena = node.memory.peek(staged.keys[1]), node.memory.arena
-        assert other is not None and arena is not None
-        confused = arena.place(other.data)
-        assert confused is not None
-        for place in (confused, replace(confused, num_bytes=confused.num_bytes - 1), replace(confused, num_bytes=7)):
-            monkeypatch.setattr(Arena, "place", lambda *_, place=place: place)
-            _, loaded = await mapped(node, LARGE)
-            with pytest.raises(CorruptRecord), loaded.reading():
-                pass
-
-
-async def test_answers_of_the_wrong_length_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A service that answers for fewer or more records than were named costs the load."""
-    async with node_at(f"unix:{tmp_path / 's'}") as node:
-        await node.saved(LARGE)
-        for located in (b"", bytes(24), bytes(24 * 9), bytes(7)):
-            answer = partial(messages.Located, places=located)
-            monkeypatch.setattr(places, "located_reply", lambda request_id, _, answer=answer: answer(request_id))
-            with pytest.raises(InvalidRequest, match="length"):
-                await mapped(node, LARGE)
-
-
-async def test_records_of_two_namespaces_are_not_loaded_together(tmp_path: Path) -> None:
+async def test_records_of_two_namespaces_are_not_loaded_together(node: Node) -> None:
     """The caller's mistake is named, and nothing is sent."""
-    async with node_at(f"unix:{tmp_path / 's'}") as node:
-        await node.saved(LARGE)
-        keys = [LARGE.key(64), replace(LARGE, model="another").key(64)]
-        with pytest.raises(InvalidRequest, match="one namespace"):
-            await node.client.load_many(LeaseId(bytes(16)), keys, deadline=soon())
+    await node.saved(LARGE)
+    keys = [LARGE.key(64), replace(LARGE, model="another").key(64)]
+    with pytest.raises(InvalidRequest, match="one namespace"):
+        await node.client.load_many(LeaseId(bytes(16)), keys, deadline=soon())
 
 
-async def test_an_older_client_gets_places_one_by_one(tmp_path: Path) -> None:
+async def test_an_older_client_gets_places_one_by_one(node: Node) -> None:
     """A client of a release before `locate` names the arena in each load, and copies the record from its place."""
-    async with node_at(f"unix:{tmp_path / 's'}") as node:
-        await node.saved(LARGE)
-        staged = await node.client.stage(LARGE.query(), deadline=soon())
-        connection, arena = node.client.pool.now(), node.memory.arena
-        assert staged.lease is not None and connection is not None and arena is not None
-        fields = convert.key_fields(staged.keys[0])
-        lease, held = staged.lease, node.memory.peek(staged.keys[0])
-        assert held is not None
-        for named, is_sent in ((arena.id, False), (bytes(16), True), (b"", True)):
-            answer, payload = await connection.request(
-                lambda i, ms, named=named: messages.Load(i, ms, lease, **fields, arena=named),
-                messages.Loaded,
-                deadline=soon(),
-            )
-            assert (payload is not None, answer.stamp == 0) == (is_sent, is_sent)
-            if not is_sent:
-                assert Place(answer.offset, answer.num_bytes, answer.stamp) == arena.place(held.data)
+    await node.saved(LARGE)
+    staged = await node.client.stage(LARGE.query(), deadline=soon())
+    connection, arena = node.client.pool.now(), node.memory.arena
+    assert staged.lease is not None and connection is not None and arena is not None
+    fields = convert.key_fields(staged.keys[0])
+    lease, held = staged.lease, node.memory.peek(staged.keys[0])
+    assert held is not None
+    for named, is_sent in ((arena.id, False), (bytes(16), True), (b"", True)):
+        answer, payload = await connection.request(
+            lambda i, ms, named=named: messages.Load(i, ms, lease, **fields, arena=named),
+            messages.Loaded,
+            deadline=soon(),
+        )
+        assert (payload is not None, answer.stamp == 0) == (is_sent, is_sent)
+        if not is_sent:
+            assert Place(answer.offset, answer.num_bytes, answer.stamp) == arena.place(held.data)
 
 
 async def test_an_older_service_sends_records(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -338,14 +328,13 @@ async def test_a_new_service_is_mapped_anew(tmp_path: Path) -> None:
             assert await load_all(first, other) < 20_000
 
 
-async def test_a_closed_client_maps_nothing(tmp_path: Path) -> None:
+async def test_a_closed_client_maps_nothing(node: Node) -> None:
     """What it mapped is free at once, though Python has not collected the client yet."""
-    async with node_at(f"unix:{tmp_path / 's'}") as node:
-        await node.client.wait_ready(deadline=soon())
-        view = weakref.ref(node.client.shared_memory())
-        assert view() is not None
-        await node.client.aclose()
-        assert view() is None
+    await node.client.wait_ready(deadline=soon())
+    view = weakref.ref(node.client.shared_memory())
+    assert view() is not None
+    await node.client.aclose()
+    assert view() is None
 
 
 async def test_nothing_stays_open(tmp_path: Path) -> None:
