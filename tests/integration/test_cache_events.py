@@ -28,6 +28,7 @@ from kvstore.testing.event_subscriber import EventSubscriber
 from kvstore.testing.prompts import ATTENTION, Prompt
 from kvstore.testing.servers import RedisServer
 from kvstore.testing.servers.ports import free_address
+from kvstore.testing.store_node import save_all
 from kvstore.testing.tokens import credentials_of
 from kvstore.testing.waiting import soon, until
 from kvstore.wire.address import parse_address
@@ -308,9 +309,7 @@ async def test_engines_name_pages_over_the_wire(tmp_path: Path, subscriber: Even
         for engine in (red, blue):
             stack.push_async_callback(engine.aclose)
             await engine.wait_ready(deadline=soon())
-        assert await red.open_namespace(prompt.description, deadline=soon()) == prompt.namespace
-        for record in prompt.records():
-            await red.save(record, deadline=soon())
+        await save_all(red, prompt)
         blue.name_blocks(replace(named(prompt, prompt.boundary(64)), model="blue's words"))
         await blue.status(deadline=soon())
         await asyncio.sleep(1.0)  # a client gathers names for half a second

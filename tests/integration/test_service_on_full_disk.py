@@ -33,6 +33,7 @@ from kvstore.compose import open_store
 from kvstore.runtime.deadline import Deadline
 from kvstore.settings import load_settings
 from kvstore.store.upkeep import catalog_keeper
+from kvstore.testing.store_node import save_all
 from kvstore.testing.prompts import ATTENTION, Prompt
 from kvstore.testing.waiting import soon
 
@@ -45,9 +46,7 @@ settings = load_settings({
 
 async def check(store, name):
     prompt = Prompt(ATTENTION, name, 64)
-    await store.open_namespace(prompt.description, deadline=soon())
-    for record in prompt.records():
-        assert await store.save(record, deadline=soon()) is SaveOutcome.STORED
+    await save_all(store, prompt)
     assert (await store.lookup(prompt.query(), deadline=soon())).resume_tokens == 64
     staged = await store.stage(prompt.query(), deadline=soon())
     assert staged.resume_tokens == 64

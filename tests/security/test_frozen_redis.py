@@ -20,6 +20,7 @@ from kvstore.runtime.deadline import Deadline
 from kvstore.settings import load_settings
 from kvstore.testing.prompts import ATTENTION, Prompt
 from kvstore.testing.servers import RedisServer, redis_server
+from kvstore.testing.store_node import save_all
 from kvstore.testing.waiting import soon, until
 from tests.unit.admin.service_harness import open_service, prompt_of
 
@@ -191,9 +192,7 @@ async def test_it_is_not_ready_while_records_find_no_room(redis: RedisServer, tm
         used_bytes = (await direct.info("memory"))["used_memory"]
         await direct.config_set("maxmemory", used_bytes + (200 << 10))
         prompt = Prompt(ATTENTION, "large", 64 * 8, payload_bytes=512 << 10)
-        await made.store.open_namespace(prompt.description, deadline=soon())
-        for record in prompt.records():
-            await made.store.save(record, deadline=soon())
+        await save_all(made.store, prompt)
         await made.store.drain(Deadline.after(5.0))
         answer = await client.get("/readyz")
         assert answer.status_code == 503 and "it has no memory left" in answer.text

@@ -17,6 +17,7 @@ from kvstore.eviction.holdings import Quota
 from kvstore.service.logs import ServiceFormatter
 from kvstore.settings import load_settings
 from kvstore.testing.prompts import ATTENTION, Prompt
+from kvstore.testing.store_node import save_all
 from kvstore.testing.waiting import soon
 
 
@@ -42,9 +43,7 @@ async def test_every_file_is_its_users_alone(tmp_path: Path, was_lax: bool) -> N
     prompt = Prompt(ATTENTION, "a", 256)
     for run in range(2 if was_lax else 1):
         async with open_store(settings) as store:
-            await store.open_namespace(prompt.description, deadline=soon())
-            for record in prompt.records():
-                await store.save(record, deadline=soon())
+            await save_all(store, prompt)
             await store.inner.drain(soon()) if hasattr(store, "inner") else await store.drain(soon())
             assert store.operations.operator_rules is not None
             await store.operations.operator_rules.set_quota("red", Quota(0, 1 << 20), deadline=soon())

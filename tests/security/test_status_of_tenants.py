@@ -15,6 +15,7 @@ from kvstore.service.server import Server
 from kvstore.store.limits import StoreLimits
 from kvstore.store.tiered import TieredStore
 from kvstore.testing.prompts import ATTENTION, Prompt
+from kvstore.testing.store_node import save_all
 from kvstore.testing.tokens import credentials_of
 from kvstore.testing.waiting import soon
 from kvstore.tiers.filesystem import FilesystemTier
@@ -33,9 +34,7 @@ async def told(client: RemoteStore) -> Mapping[str, object]:
 async def be_busy(client: RemoteStore, tenant: str) -> None:
     """Save, look up, lease, discard, report, fail: everything that changes a number."""
     prompt = Prompt(ATTENTION, "busy", 512, payload_bytes=30_000, tenant=tenant)
-    await client.open_namespace(prompt.description, deadline=soon())
-    for record in prompt.records():
-        await client.save(record, deadline=soon())
+    await save_all(client, prompt)
     await client.lookup(prompt.query(), deadline=soon())
     await client.stage(prompt.query(), deadline=soon())
     await client.discard(prompt.key(64), "a test", deadline=soon())

@@ -13,7 +13,6 @@ import msgpack
 import pytest
 from redis.asyncio import Redis
 
-from kvstore.api import SaveOutcome
 from kvstore.catalog.base import Addition, Use
 from kvstore.catalog.entry import Level
 from kvstore.catalog.redis.pending import RedisPendingLog
@@ -25,6 +24,7 @@ from kvstore.store.tiered import TieredStore
 from kvstore.testing.prompts import ATTENTION, Prompt
 from kvstore.testing.records import make_key, make_record
 from kvstore.testing.servers import RedisServer, redis_server
+from kvstore.testing.store_node import save_all
 from kvstore.testing.waiting import soon, until
 from kvstore.tiers.redis import RedisTier
 from kvstore.tiers.redis.examine import parse_info
@@ -81,9 +81,7 @@ def settings_of(port: int, folder: Path, **more: object) -> Settings:
 async def check_serves(store: TieredStore, name: str) -> None:
     """Engines are served from memory and the directory, for every fault of the hot tier; operators see the fault."""
     prompt = Prompt(ATTENTION, name, 64)
-    await store.open_namespace(prompt.description, deadline=soon())
-    for record in prompt.records():
-        assert await store.save(record, deadline=soon()) is SaveOutcome.STORED
+    await save_all(store, prompt)
     found = await store.lookup(prompt.query(), deadline=soon())
     assert found.resume_tokens == 64
     msgpack.packb(await store.status(deadline=Deadline.after(2.0)), default=str)

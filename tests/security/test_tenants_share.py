@@ -16,6 +16,7 @@ from kvstore.service.server import Server
 from kvstore.store.limits import StoreLimits
 from kvstore.store.tiered import TieredStore
 from kvstore.testing.prompts import ATTENTION, Prompt, describe
+from kvstore.testing.store_node import save_all
 from kvstore.testing.tokens import credentials_of
 from kvstore.testing.waiting import soon
 from kvstore.tiers.memory import MemoryTier
@@ -49,9 +50,7 @@ class Node:
         """Whether a tenant's engine can open one more namespace, save, get a hit, and load it."""
         model = f"model {len(self.clients)} of {tenant}"
         client, prompt = self.client(tenant), Prompt(ATTENTION, "a", 64, model=model, tenant=tenant)
-        await client.open_namespace(prompt.description, deadline=soon())
-        for record in prompt.records():
-            await client.save(record, deadline=soon())
+        await save_all(client, prompt)
         staged = await client.stage(prompt.query(), deadline=soon())
         if staged.lease is None:
             return False
@@ -107,9 +106,7 @@ async def take_descriptions(node: Node) -> None:
 async def stage_until_cut(node: Node, num_tokens: int) -> list[int]:
     """The numbers of records of the leases on a prompt that were given."""
     client, prompt = node.client(GREEDY), prompt_of(GREEDY, "leased", num_tokens)
-    await client.open_namespace(prompt.description, deadline=soon())
-    for record in prompt.records():
-        await client.save(record, deadline=soon())
+    await save_all(client, prompt)
     leased: list[int] = []
     while (staged := await client.stage(prompt.query(), deadline=soon())).lease is not None:
         leased.append(len(staged.keys))
@@ -129,9 +126,7 @@ async def take_pinned_bytes(node: Node) -> None:
     client = node.client(GREEDY)
     for number in range(30):
         prompt = prompt_of(GREEDY, f"pinned {number}", 256)
-        await client.open_namespace(prompt.description, deadline=soon())
-        for record in prompt.records():
-            await client.save(record, deadline=soon())
+        await save_all(client, prompt)
         await client.stage(prompt.query(), deadline=soon())
     assert STAGE_BYTES * 0.6 < node.store.memory.pinned_bytes <= STAGE_BYTES * 0.75
 

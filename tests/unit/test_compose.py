@@ -14,6 +14,7 @@ from kvstore.errors import Closed, InvalidRequest, Unavailable
 from kvstore.settings import load_settings
 from kvstore.testing.prompts import ATTENTION, Prompt
 from kvstore.testing.servers.ports import free_ports
+from kvstore.testing.store_node import save_all
 from kvstore.testing.waiting import soon
 
 
@@ -22,9 +23,7 @@ async def test_an_embedded_store_survives_its_process(tmp_path: Path) -> None:
     settings = load_settings({"memory_bytes": "16MiB", "disk_bytes": "64MiB", "cold": f"file://{tmp_path}/records"})
     prompt = Prompt(ATTENTION, "a", 250)
     async with open_store(settings) as store:
-        await store.open_namespace(prompt.description, deadline=soon())
-        for record in prompt.records():
-            await store.save(record, deadline=soon())
+        await save_all(store, prompt)
     with pytest.raises(Closed):
         await store.status(deadline=soon())
     async with open_store(settings) as store:
@@ -57,9 +56,7 @@ async def test_an_unreachable_tier_is_a_warning(caplog: pytest.LogCaptureFixture
     async with open_store(settings) as store:
         assert f"redis://127.0.0.1:{port}/0 is running" in caplog.text
         assert "hunter2" not in caplog.text
-        await store.open_namespace(prompt.description, deadline=soon())
-        for record in prompt.records():
-            await store.save(record, deadline=soon())
+        await save_all(store, prompt)
         assert (await store.stage(prompt.query(), deadline=soon())).resume_tokens == 128
 
 

@@ -19,6 +19,7 @@ from kvstore.client import connect
 from kvstore.model.keys import NamespaceId, PrefixHash, RecordKey
 from kvstore.runtime.deadline import Deadline
 from kvstore.testing.prompts import Prompt
+from kvstore.testing.store_node import save_all
 from kvstore.testing.waiting import soon
 from tests.unit.admin.service_harness import ServiceHarness, open_service, prompt_of
 
@@ -60,9 +61,7 @@ async def test_engines_are_served_while_a_list_hangs(
             assert not listing.done()
             engine = connect(str(made.server.addresses[0]), token="blue engine token")
             other = Prompt(prompt.layout, "b", 128, tenant="blue")
-            await engine.open_namespace(other.description, deadline=soon())
-            for record in other.records():
-                await engine.save(record, deadline=soon())
+            await save_all(engine, other)
             assert (await engine.lookup(other.query(), deadline=soon())).resume_tokens == 128
             staged = await engine.stage(other.query(), deadline=soon())
             assert staged.lease is not None
