@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import TypeVar
 
-from kvstore.catalog.coordination import MarkBook, Ownership
+from kvstore.catalog.coordination import MarkBook, Ownership, TextStore, TextStoreKind
 from kvstore.catalog.entry import LEAVING_AT, BoundaryEntry, EntryShape, EntryTable, Level, entry_of
 from kvstore.errors import Closed, InvalidRequest, Unavailable
 from kvstore.model.keys import NamespaceId, PrefixHash, RecordKey
@@ -404,6 +404,10 @@ class Catalog(ABC):
     @abstractmethod
     def mark_book(self) -> MarkBook:
         """Marks of hints, for the one of these services that evicts."""
+
+    @abstractmethod
+    def text_store(self, kind: TextStoreKind) -> TextStore:
+        """Texts of one kind, which are kept beside this catalog."""
 
     async def aclose(self) -> None:
         """Close the files that the catalog opened. Idempotent."""

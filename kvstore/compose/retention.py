@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 
-from kvstore.catalog.base import Gate
 from kvstore.catalog.coordination import (
     OPERATOR_RULES,
     FileTextStore,
@@ -41,7 +40,6 @@ async def open_retention(
     *,
     hot: Tier | None,
     instruments: Instruments,
-    gate: Gate | None,
 ) -> tuple[RetentionParts, BudgetGate | None]:
     """Keep the cold tier within its bounds in the background. Returns what the store uses of it, and the gate where
     puts into the cold tier wait for eviction; `None`: it has no budget.
@@ -53,7 +51,7 @@ async def open_retention(
     Raises:
         InvalidRequest: Bounds are set, and there is no catalog for them; or quotas guarantee too much.
     """
-    rules = await _open_operator_rules(settings, recorder, stack, instruments, gate)
+    rules = await _open_operator_rules(settings, recorder, stack, instruments)
     is_alone = isinstance(settings.hot, NoTier) and isinstance(settings.cold, FileLocation)
     is_bound = is_alone or settings.cold_bytes is not None or settings.cold_unused_s is not None or settings.quotas
     may_get_quotas = rules is not None and cold is not None  # an operator may set them while the service runs
@@ -121,34 +119,27 @@ def _bounds(settings: Settings, budget_bytes: int | None, *, is_private: bool) -
 
 
 async def _open_operator_rules(
-    settings: Settings,
-    recorder: Recorder | None,
-    stack: AsyncExitStack,
-    instruments: Instruments,
-    gate: Gate | None,
+    settings: Settings, recorder: Recorder | None, stack: AsyncExitStack, instruments: Instruments
 ) -> OperatorRules | None:
     """Operators' rules, from the book beside the catalog; `None`: there is no catalog."""
-    book = await stack.enter_async_context(open_book(settings, OPERATOR_RULES, gate)) if recorder is not None else None
-    if book is None:
+    if recorder is None:
         return None
-    rules = OperatorRules(book, settings.quotas, instruments)
+    rules = OperatorRules(recorder.catalog.text_store(OPERATOR_RULES), settings.quotas, instruments)
     stack.push_async_callback(rules.aclose)
     await rules.start()
     return rules
 
 
 @asynccontextmanager
-async def open_book(
-    settings: Settings, kind: TextStoreKind, gate: Gate | None = None
-) -> AsyncIterator[TextStore | None]:
+async def open_book(settings: Settings, kind: TextStoreKind) -> AsyncIterator[TextStore | None]:
     """Texts of one kind, kept beside the catalog, over a connection of their own; `None`: there is no catalog."""
     match settings.hot, settings.cold:
         case RedisLocation() as hot, _:
             from kvstore.catalog.redis.coordination import RedisTextStore
             from kvstore.tiers.redis import open_control
 
-            async with open_control(hot, refuses_newer=gate is not None) as client:
-                yield RedisTextStore(client, kind, gate=gate)
+            async with open_control(hot) as client:
+                yield RedisTextStore(client, kind)
         case _, FileLocation() as cold:
             yield FileTextStore(cold.path, kind)
         case _:

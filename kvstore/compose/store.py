@@ -75,14 +75,12 @@ async def open_store(settings: Settings, instruments: Instruments | None = None)
         cold = await _guarded(cold, settings.cold, stack, instruments)
         # while the hot tier is not used, no other part of the store may call its server either
         gate = hot.check_usable if hot is not None else None
-        pending = await _open_pending(settings, stack, instruments.clock, gate)
         recorder = await _open_recorder(settings, stack, instruments, gate)
+        pending = await _open_pending(settings, recorder, stack, instruments.clock)
         if recorder is not None:
             await _check_catalog(recorder.catalog, hot, cold, stack, instruments)
             _keep_shared_catalog(recorder.catalog, settings, stack, instruments)
-        retention, budget_gate = await open_retention(
-            settings, recorder, cold, stack, hot=hot, instruments=instruments, gate=gate
-        )
+        retention, budget_gate = await open_retention(settings, recorder, cold, stack, hot=hot, instruments=instruments)
         cache_events = _cache_events(settings, memory, hot=hot, cold=cold, recorder=recorder, clock=instruments.clock)
         if cache_events is not None:  # closed after the store, whose last changes it publishes
             stack.push_async_callback(cache_events.aclose)
@@ -218,16 +216,15 @@ def store_limits(settings: Settings) -> StoreLimits:
 
 
 async def _open_pending(
-    settings: Settings, stack: AsyncExitStack, clock: Clock, gate: Gate | None
+    settings: Settings, recorder: Recorder | None, stack: AsyncExitStack, clock: Clock
 ) -> PendingLog | None:
     """Where write-backs are recorded: beside the records that another process can find after this one has crashed."""
     match settings.hot, settings.cold:
-        case RedisLocation() as hot, FileLocation() | S3Location() as cold:
-            from kvstore.catalog.redis.pending import RedisPendingLog
-            from kvstore.tiers.redis import open_control
+        case RedisLocation(), FileLocation() | S3Location() as cold:
+            from kvstore.catalog.redis.catalog import RedisCatalog
 
-            client = await stack.enter_async_context(open_control(hot, refuses_newer=True))
-            return RedisPendingLog(client, str(cold), lease_s=settings.pending_lease_s, gate=gate)
+            assert recorder is not None and isinstance(recorder.catalog, RedisCatalog)
+            return recorder.catalog.pending_log(str(cold), settings.pending_lease_s)
         case NoTier(), FileLocation() as cold:
             from kvstore.catalog.sqlite.pending import SqlitePendingLog
 

@@ -9,6 +9,7 @@ from functools import partial
 from typing import Protocol, TypeVar
 
 from kvstore.catalog.base import TOMBSTONES_MAX, Tombstone
+from kvstore.catalog.coordination import TextStore, TextStoreKind
 from kvstore.catalog.local import LocalCatalog
 from kvstore.model.keys import NamespaceId, PrefixHash
 from kvstore.runtime.clock import SYSTEM_CLOCK, Clock
@@ -99,6 +100,9 @@ class DictCatalog(LocalCatalog):
 
     async def tombstones(self, *, limit: int, deadline: Deadline) -> list[Tombstone]:
         return await self._run("tombstones", lambda: list(self._books.tombstones)[:limit], deadline)
+
+    def text_store(self, kind: TextStoreKind) -> TextStore:
+        raise NotImplementedError("texts are beside a real catalog only")
 
     async def _run(self, what: str, work: Callable[[], T], deadline: Deadline, *, changes: bool = False) -> T:
         self._check_open()

@@ -26,12 +26,14 @@ from kvstore.catalog.base import (
     Use,
 )
 from kvstore.catalog.changes import packed_with
-from kvstore.catalog.coordination import MarkBook, Ownership
+from kvstore.catalog.coordination import MarkBook, Ownership, TextStore, TextStoreKind
 from kvstore.catalog.entry import MARK_AT, BoundaryEntry, EntryTable, Level, entry_of
-from kvstore.catalog.redis.coordination import RedisMarkBook, RedisOwnership
+from kvstore.catalog.pending import PendingLog
+from kvstore.catalog.redis.coordination import RedisMarkBook, RedisOwnership, RedisTextStore
 from kvstore.catalog.redis.counters import ServerCounters, counters_of, format_counters, parse_counters, run_ids
 from kvstore.catalog.redis.entry_names import ROOT, GetEntries, entry_name, parse_entry_name
 from kvstore.catalog.redis.nodes import NUM_SLOTS, Call, RedisNodes
+from kvstore.catalog.redis.pending import RedisPendingLog
 from kvstore.catalog.redis.replies import Argument, Command, strange_reply
 from kvstore.catalog.redis.scripts import (
     ADD,
@@ -374,6 +376,13 @@ class RedisCatalog(Catalog):
 
     def mark_book(self) -> MarkBook:
         return RedisMarkBook(self._nodes.client, gate=self._gate)
+
+    def pending_log(self, scope: str, lease_s: float) -> PendingLog:
+        """The pending writes to a cold tier; the arguments are those of `RedisPendingLog`."""
+        return RedisPendingLog(self._nodes.client, scope, lease_s=lease_s, gate=self._gate)
+
+    def text_store(self, kind: TextStoreKind) -> TextStore:
+        return RedisTextStore(self._nodes.client, kind, gate=self._gate)
 
     async def write_counters(self, counters: list[ServerCounters], *, deadline: Deadline) -> None:
         """Say, for all services, that entries were compared with records when the servers had these counters."""

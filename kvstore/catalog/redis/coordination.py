@@ -16,8 +16,8 @@ from kvstore.runtime.deadline import Deadline
 
 _OWNER_BYTES = 16
 _CALLS_MAX = 2
-"""Connections of leases and of marks: they share the client of a catalog, whose pool has few beyond the catalog's own
-calls."""
+"""Connections of leases, of texts and of marks. They share the client of a catalog, see `_CONNECTIONS_MAX` in
+`kvstore.tiers.redis.control`."""
 _MARKS_S = 604_800
 _MARKS_AT_ONCE = 1024
 """Marks that are set, read or dropped in one command: Redis serves no other client until it has ended."""
@@ -92,7 +92,7 @@ class RedisTextStore(TextStore):
 
     def __init__(self, client: Any, kind: TextStoreKind, *, gate: Gate | None = None) -> None:
         super().__init__(kind)
-        self._nodes = RedisNodes(client, f"the list of {kind.name}", gate=gate)
+        self._nodes = RedisNodes(client, f"the list of {kind.name}", gate=gate, calls_max=_CALLS_MAX)
 
     async def read(self, *, deadline: Deadline) -> Mapping[str, str]:
         found = hash_items(await self._call("HGETALL", deadline=deadline))

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from kvstore.catalog.base import TOMBSTONES_MAX, LeaveReason, Tombstone
+from kvstore.catalog.coordination import FileTextStore, TextStore, TextStoreKind
 from kvstore.catalog.entry import Level
 from kvstore.catalog.local import LocalCatalog
 from kvstore.catalog.sqlite.file import SqliteFile
@@ -54,12 +55,16 @@ class SqliteCatalog(LocalCatalog):
 
     def __init__(self, path: Path, *, clock: Clock = SYSTEM_CLOCK, is_guest: bool = False) -> None:
         super().__init__(clock)
+        self._folder = path.parent
         self._file = SqliteFile(path, _SCHEMA, _VERSION, on_recreated=self._restore_namespaces, is_guest=is_guest)
 
     @classmethod
     async def open(cls, path: Path, *, clock: Clock = SYSTEM_CLOCK, is_guest: bool = False) -> SqliteCatalog:
         """As the constructor, off the event loop."""
         return await asyncio.to_thread(cls, path, clock=clock, is_guest=is_guest)
+
+    def text_store(self, kind: TextStoreKind) -> TextStore:
+        return FileTextStore(self._folder, kind)
 
     async def is_complete(self, *, deadline: Deadline) -> bool:
         query = "SELECT 1 FROM facts WHERE name = 'complete'"
