@@ -24,7 +24,8 @@ _BODY = (
 class FaultyProxy:
     """Passes bytes to a port of the loopback until a fault is set; a context manager that leaves nothing running.
 
-    Every method returns when the change is in force. Changes end open connections, except those of the delay.
+    Every method returns when the change is in force. Changes end open connections, except those of the delay and of the
+    server.
 
     Args:
         target_port: Where the real server listens.
@@ -60,9 +61,8 @@ class FaultyProxy:
         self._delay_s = seconds
 
     def lead_to(self, target_port: int) -> None:
-        """Another server has the address now."""
+        """New connections go to another server, as when the address of a name changes; open ones stay."""
         self._target_port = target_port
-        self._call(self._drop())
 
     def heal(self) -> None:
         """Pass everything on again."""
@@ -95,9 +95,6 @@ class FaultyProxy:
             self._drop_connections()
         if self._listener is None:
             self._listener = await asyncio.start_server(self._serve, "127.0.0.1", self.port, limit=_CHUNK_BYTES)
-
-    async def _drop(self) -> None:
-        self._drop_connections()
 
     async def _stop_listening(self) -> None:
         if self._listener is not None:

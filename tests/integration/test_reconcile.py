@@ -136,7 +136,9 @@ async def test_a_redis_that_is_used_again_after_another_one(tmp_path: Path) -> N
             assert isinstance(catalog, RedisCatalog)
             services = [Reconciler(catalog, Meters()) for _ in range(2)]
             for number, server in enumerate((first, second, first, second)):
+                proxy.refuse()
                 proxy.lead_to(server.port)
+                proxy.heal()
                 await until(lambda: catalog.epoch(deadline=soon()), despite=Unavailable)
                 if number < 2:
                     await mark_complete(catalog)

@@ -8,9 +8,13 @@ import pytest
 from redis.exceptions import ConnectionError as RedisConnectionError
 
 from kvstore.catalog.redis.catalog import RedisCatalog
+from kvstore.catalog.redis.nodes import RedisNodes
+from kvstore.errors import Unavailable
 from kvstore.runtime.deadline import Deadline
+from kvstore.testing.faulty_proxy import FaultyProxy
 from kvstore.testing.prompts import ATTENTION, Prompt
 from kvstore.testing.servers import RedisCluster, RedisServer, redis_server
+from kvstore.testing.waiting import soon
 from kvstore.tiers.locations import parse_redis
 from kvstore.tiers.redis import open_control
 
@@ -41,6 +45,26 @@ async def test_a_restarted_server_is_found_again() -> None:
                 await control.ping()
             server.restart()
             assert await control.ping() is True
+
+
+async def test_a_name_that_moves_to_the_new_primary() -> None:
+    """A failover by DNS: the old primary lives on as a replica, and open connections lead to it. The first write of
+    each kind says so, and the next one is sent to where the name leads by then.
+    """
+    with redis_server() as old, redis_server() as new, FaultyProxy(old.port) as name:
+        async with open_control(parse_redis(f"redis://127.0.0.1:{name.port}")) as control:
+            nodes, write = RedisNodes(control, gate=None), ("SET", "name", "1")
+            await asyncio.gather(*(nodes.one(write, deadline=soon()) for _ in range(8)))  # several connections
+            for primary, replica in ((new, old), (old, new)):
+                primary.ask("REPLICAOF", "NO", "ONE")
+                replica.ask("REPLICAOF", "127.0.0.1", primary.port)
+                name.lead_to(primary.port)
+                with pytest.raises(Unavailable, match="the server is a replica: name the primary"):
+                    if primary is new:
+                        await nodes.one(write, deadline=soon())
+                    else:
+                        await nodes.run([(0, write), (0, write)], deadline=soon())
+                await asyncio.gather(*(nodes.one(write, deadline=soon()) for _ in range(8)))
 
 
 @pytest.mark.parametrize("server", ["shared_redis", "shared_cluster"])

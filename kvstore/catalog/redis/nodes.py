@@ -26,6 +26,7 @@ from redis.exceptions import (
     NoPermissionError,
     NoScriptError,
     OutOfMemoryError,
+    ReadOnlyError,
     RedisClusterException,
     RedisError,
     ResponseError,
@@ -151,7 +152,11 @@ class RedisNodes:
         """
         if self._routes is None:
             async with self._calls:
-                return await cast(Awaitable[Any], self.client.execute_command(*command))
+                try:
+                    return await cast(Awaitable[Any], self.client.execute_command(*command))
+                except ReadOnlyError:
+                    await self._leave_replica()
+                    raise
         attempts, is_again = Attempts(self._routes, _slot_of(command)), False
         while True:
             asked, asking = await attempts.next(asked, reply)
@@ -216,6 +221,8 @@ class RedisNodes:
             step = "check that the hot Redis runs and is not full"
             if isinstance(error, NoPermissionError):
                 step = "give its user the keys and commands of docs/redis.md (ACL SETUSER)"
+            elif isinstance(error, ReadOnlyError):
+                step = "the server is a replica: name the primary"
             elif isinstance(error, AuthenticationError):
                 step = "check user and password in the url, and that every node of a cluster has the user"
             elif isinstance(error, AskError | TryAgainError):
@@ -226,6 +233,13 @@ class RedisNodes:
                 step = "check the address: the server does not reply like Redis"
             message = f"{self._what} in Redis cannot be used: {step}"
             raise Unavailable(message, error=f"{type(error).__name__}: {error}"[:200]) from error
+
+    async def _leave_replica(self) -> None:
+        """Close connections to a server that is a replica by now: another one may have its name in DNS, and is found
+        when a connection is opened. Nothing else would close them, while it runs.
+        """
+        if isinstance(self.client, Redis):
+            await self.client.connection_pool.disconnect(inuse_connections=False)
 
     async def _primaries(self) -> list[Any]:
         """The nodes that hold keys; `None` is a standalone server."""
@@ -327,6 +341,9 @@ class RedisNodes:
                     replies.append(await connection.read_response(disable_decoding=True, timeout=math.inf))
                 except ResponseError as error:
                     replies.append(error)
+            if any(isinstance(reply, ReadOnlyError) for reply in replies):
+                await connection.disconnect(nowait=True)
+                await self._leave_replica()
         except BaseException:
             await connection.disconnect(nowait=True)  # its next user must not read our replies
             raise
