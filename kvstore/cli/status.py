@@ -127,8 +127,9 @@ def _hits(values: Mapping[str, Any]) -> Iterator[str]:
     requests = by_label(counters, "requests", "result")
     yield f"since its start: {hit_text(requests, by_label(counters, 'request_tokens', 'part'))}"
     if not sum(requests.values()) and counters.get("lookups"):
-        hits = counters.get("lookup_hits", 0)
-        yield f"  {share_text(hits, counters['lookups'])} of {counters['lookups']:,.0f} lookups found something"
+        hits, served = counters.get("lookup_hits", 0), sum(by_label(counters, "served_records", "tier").values())
+        found = f"{share_text(hits, counters['lookups'])} of {counters['lookups']:,.0f} lookups found something"
+        yield f"  {found}, {counted(served, 'record')} were read"  # a `PageDoor` looks up only what it writes
 
 
 def hit_text(requests: Mapping[str, float], tokens: Mapping[str, float]) -> str:

@@ -93,6 +93,15 @@ def test_a_healthy_service_says_so_first() -> None:
     ]
 
 
+def test_reads_through_a_door_count() -> None:
+    """It looks up what it is about to write, which is new, and reads without a lookup: so lookups find nothing."""
+    values = healthy()
+    values["recent"]["requests"] = dict.fromkeys(values["recent"]["requests"], 0)
+    values["counters"] = {"lookups": 40.0, 'served_records{tier="redis"}': 1200.0, 'served_records{tier="s3"}': 34.0}
+    page = "\n".join(printed(values))
+    assert "0% of 40 lookups found something, 1,234 records were read" in page
+
+
 @pytest.mark.parametrize("width", [80, 120, 240])
 def test_nothing_is_cut_at_any_width(width: int) -> None:
     """Every word is there, long names too, and no line is wider than the terminal."""
