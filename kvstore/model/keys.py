@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import sys
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from functools import partial
 from itertools import chain
 from struct import Struct
@@ -78,10 +78,9 @@ def prefix_root(cache_salt: str | None) -> bytes:
     return _ROOT + len(salt).to_bytes(4, "little") + salt
 
 
-Recall = Callable[[bytes, Callable[[], bytes]], bytes]
-"""Takes a digest of all that a result depends on, and a function that computes it. It may return what an earlier call
-with this digest computed; what the function raises is raised, and nothing is kept. The digest is SHA-256: clients
-choose the texts, and can write some that collide in XXH3-128 for some of its seeds, even if the seed is secret."""
+Recall = Callable[[Hashable, bytes, Callable[[], bytes]], bytes]
+"""Takes all that a result depends on, which is a place and a text, and a function that computes it. It may return what
+an earlier call with both computed; what the function raises is raised, and nothing is kept."""
 
 
 def _packed(token_ids: Sequence[int]) -> bytes:
@@ -139,9 +138,8 @@ class PlainChain:
             read: Returns them. Called if their hashes are not known; what it raises is raised, and nothing is appended.
             recall: Keeps their hashes.
         """
-        key = hashlib.sha256(b"%d of %d in steps of %d\0" % (self._tokens, num_tokens, self._step_tokens) + self._link)
-        key.update(text)
-        return self._append(num_tokens, recall(key.digest(), lambda: self._hashes(_packed(read(text)))))
+        place = (self._link, self._tokens, num_tokens, self._step_tokens)
+        return self._append(num_tokens, recall(place, text, lambda: self._hashes(_packed(read(text)))))
 
     def _append(self, num_tokens: int, hashes: bytes) -> list[Boundary]:
         """Go on behind tokens with these hashes, as `_hashes` returns them."""

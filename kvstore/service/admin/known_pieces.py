@@ -4,8 +4,9 @@ as the last one's.
 
 from __future__ import annotations
 
+import secrets
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from functools import partial
 
 from kvstore.model.keys import Recall
@@ -15,8 +16,15 @@ _ROOM_BYTES = 64 << 20
 _TENANT_BYTES = 32 << 20
 """Some 400 prompts of 131,072 tokens with a boundary each 64 tokens, at 32 bytes a boundary."""
 _PIECES_MAX = 16_384
-_KEEPING_BYTES = 300
+_KEEPING_BYTES = 500
 """What a map takes for an entry, its key included."""
+_SECRET = secrets.token_bytes(16)
+"""Goes in front of each text: the key of Python's own hashes may be set for a whole fleet, by `PYTHONHASHSEED`."""
+
+_Piece = tuple[Hashable, int]
+"""Its place, and Python's hash of its text: 64 bits of SipHash, which is quicker than SHA-256. Like that, and unlike
+XXH3, it is made for texts that others choose: without the secret they can write none that is taken for another one.
+By chance, one in 2^64 texts is: then a router gets a wrong answer."""
 
 
 class KnownPieces:
@@ -31,7 +39,7 @@ class KnownPieces:
     def __init__(self, room_bytes: int = _ROOM_BYTES, tenant_bytes: int = _TENANT_BYTES) -> None:
         self._room = SharedRoom(room_bytes)
         self._tenant_bytes = tenant_bytes
-        self._of_tenant: dict[str | None, BoundedMap[bytes, bytes]] = {}
+        self._of_tenant: dict[str | None, BoundedMap[_Piece, bytes]] = {}
 
     def of(self, tenant: str | None) -> Recall:
         """Those of one tenant; `None`: of operators' tokens."""
@@ -45,7 +53,8 @@ class KnownPieces:
         return self._room.used_bytes
 
 
-def _recall(kept: BoundedMap[bytes, bytes], key: bytes, compute: Callable[[], bytes]) -> bytes:
+def _recall(kept: BoundedMap[_Piece, bytes], place: Hashable, text: bytes, compute: Callable[[], bytes]) -> bytes:
+    key = place, hash(_SECRET + text)
     value = kept.entries.get(key)
     if value is None:
         value = compute()
