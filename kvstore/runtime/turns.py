@@ -246,7 +246,7 @@ class LongWork:
         if num_items <= _SHORT:
             yield
             return
-        with _reporting():
+        with reporting():
             async with self._turns.turn(who_asks()):
                 yield
             await asyncio.sleep(0)  # else the next piece of the only client would follow at once
@@ -268,8 +268,8 @@ class LongWork:
 
 
 @contextmanager
-def _reporting() -> Iterator[None]:
-    """Report to the client of the current request that the service works on it: now and then, and at the end."""
+def reporting() -> Iterator[None]:
+    """Report to the client of the current request that the service works on it: at once, and then again and again."""
     report = still_working.get()
     if report is None:
         yield

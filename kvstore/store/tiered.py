@@ -26,7 +26,7 @@ from kvstore.runtime.background import Background
 from kvstore.runtime.budget import Shares, share_left
 from kvstore.runtime.deadline import Deadline
 from kvstore.runtime.instruments import Instruments
-from kvstore.runtime.turns import LongWork, still_working
+from kvstore.runtime.turns import LongWork, reporting
 from kvstore.runtime.watched_file import Watched
 from kvstore.store.cache_events.placements import PlacementEvents
 from kvstore.store.context import StoreContext
@@ -285,9 +285,8 @@ class TieredStore(PageStore):
         if self.leases.refuses(tenant):
             return Staged(None, query.local_tokens, cut="node_memory")
         deadline = _leave_time(deadline)
-        presence = await self._find(query, layout, deadline, stalls=1)
-        if (report := still_working.get()) is not None:
-            report()  # the client waits a little longer than one stall, and the next one begins now
+        with reporting():  # the client waits a little longer than one stall; a long prompt's lookup may take several
+            presence = await self._find(query, layout, deadline, stalls=1)
         holding = await self._stager.stage(presence, deadline, progress)
         if holding.resume_tokens < query.cap_tokens and presence.silent:
             holding = replace(holding, cut=f"tier_failed:{min(presence.silent)}")

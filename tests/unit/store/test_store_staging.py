@@ -55,12 +55,14 @@ class TestStages:
             assert staged.resume_tokens == 192
             assert staged.sources == {"memory": 2, "redis": 2, "s3": 2}
 
-    async def test_a_stage_is_not_silent_for_as_long_as_its_client_waits(self) -> None:
+    @pytest.mark.parametrize("num_tokens", [256, 131_072])
+    async def test_a_stage_is_not_silent_for_as_long_as_its_client_waits(self, num_tokens: int) -> None:
         """The hot tier hangs during the lookup, then the cold one during the reads: together longer than a client
-        waits for a sign. Else it would take the service for dead, and its other calls would fail too.
+        waits for a sign. Of a long prompt the lookup alone takes that long. Else the client would take the service for
+        dead, and its other calls would fail too.
         """
-        prompt, hot, cold = Prompt(ATTENTION, "a", 256), slow_tier("redis"), slow_tier("s3")
-        await fill(cold, prompt)
+        prompt, hot, cold = Prompt(ATTENTION, "a", num_tokens), slow_tier("redis"), slow_tier("s3")
+        await fill(cold, prompt, tokens=[64, 128, 192, 256])
         hot.frozen, cold.get_limit = True, 0
         loop, client_waits_s = asyncio.get_running_loop(), ClientOptions().stall_timeout_s
         async with opened(prompt, hot=hot, cold=cold) as store:
