@@ -25,7 +25,7 @@ from sglang.srt.mem_cache.hicache_storage import (
 
 from connector.guard import never_raises
 from connector.settings import STORE_SETTINGS, ConnectorSettings, cache_folder
-from connector.sglang.engine import identify_weights, read_engine, weights_now
+from connector.sglang.engine import WeightsWatch, identify_weights, read_engine
 from connector.sglang.pools import KV, PoolMemory, Ranks, view_of
 from kvstore.client import PageDoor, describe_pages
 from kvstore.codec import CodecPool
@@ -95,6 +95,7 @@ class KVStoreHiCache(HiCacheStorage):
         self.registered_pools: dict[str, Any] = {}
         self._fields: dict[str, Any] | None = None
         self.identified = threading.Event()
+        self._weights_watch = WeightsWatch()
         self._weights: tuple[str, ...] = ()
         self._refusal = "dcp_size is not supported" if storage_config.dcp_size > 1 else ""
         name = f"sglang pid {os.getpid()} rank {storage_config.tp_rank}"
@@ -272,7 +273,7 @@ class KVStoreHiCache(HiCacheStorage):
 
     @_harmless(_none)
     def _find_fields(self) -> dict[str, Any] | None:
-        self._weights, engine = weights_now(), read_engine()
+        self._weights, engine = self._weights_watch.now(), read_engine()
         if engine.has_adapters:
             raise InvalidRequest("not cached: SGLang's page keys do not tell the content of adapters")
         if engine.takes_media and not self._settings.trust_mm_uuids:
@@ -301,7 +302,7 @@ class KVStoreHiCache(HiCacheStorage):
             if self._refusal:
                 self.say("refused", InvalidRequest(self._refusal))
             return None
-        now = weights_now()
+        now = self._weights_watch.now()
         if now and self._weights and now != self._weights:
             self._refusal = "the engine's weights have changed: restart it, or attach the storage again"
             return None

@@ -145,18 +145,41 @@ def _takes_media() -> bool:
         raise InvalidRequest("this release of SGLang does not say if its model takes media") from error
 
 
-def weights_now() -> tuple[str, ...]:
-    """Changes when SGLang loads other weights, as far as it says so: the model's path, the version of weights, and how
-    often either was set. SGLang sets the path whenever it has read weights from files, also from the same ones.
-    """
-    try:
-        context = importlib.import_module("sglang.srt.runtime_context")
-        model, serving = context.get_model(), context.get_serving()
-        changes: list[Any] = getattr(context.get_context(), "overrides_log", list)()
-    except (ImportError, AttributeError, ValueError):  # not published: as it was at the start
-        return ()
-    num_set = sum("model_path" in fields or "weight_version" in fields for _, fields in changes)
-    return str(getattr(model, "model_path", "")), str(getattr(serving, "weight_version", "")), str(num_set)
+class WeightsWatch:
+    """Notices when SGLang loads other weights, as far as it says so. Safe from any thread."""
+
+    def __init__(self) -> None:
+        self._counted: tuple[list[Any], int, int] = [], 0, 0
+        """SGLang's log of changes, how many of its entries were read, and how many of these were of weights."""
+
+    def now(self) -> tuple[str, ...]:
+        """The model's path, the version of weights, and how often either was set; empty where SGLang does not say.
+        SGLang sets the path whenever it has read weights from files, also from the same ones.
+        """
+        try:
+            context = importlib.import_module("sglang.srt.runtime_context")
+            model, serving = context.get_model(), context.get_serving()
+            num_set = self._count(context.get_context())
+        except (ImportError, AttributeError, ValueError):  # not published: as it was at the start
+            return ()
+        return str(getattr(model, "model_path", "")), str(getattr(serving, "weight_version", "")), str(num_set)
+
+    def _count(self, context: Any) -> int:
+        """How many changes of settings were of weights.
+
+        Adaptive speculation adds one whenever it changes its steps, for as long as the engine runs, and `overrides_log`
+        copies them all. So only those are read that no call has counted yet.
+        """
+        changes: list[Any] | None = getattr(context, "_overrides_log", None)
+        if changes is None:  # another release
+            changes = getattr(context, "overrides_log", list)()
+        log, num_read, num_set = self._counted
+        if changes is not log:
+            num_read, num_set = 0, 0
+        new = changes[num_read:]
+        num_set += sum("model_path" in fields or "weight_version" in fields for _, fields in new)
+        self._counted = changes, num_read + len(new), num_set  # at once: other threads call too
+        return num_set
 
 
 def identify_weights(engine: Engine, weights_id: str | None, cache_folder: Path) -> dict[str, str]:

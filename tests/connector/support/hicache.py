@@ -58,7 +58,7 @@ def hicache(arguments: SimpleNamespace) -> Iterator[SimpleNamespace]:
         serving = SimpleNamespace(weight_version="default")
         changes: list[tuple[str, dict[str, str]]] = []
         in_effect = SimpleNamespace(resolved_server_args_dict=lambda: vars(arguments) | vars(serving))
-        in_effect.overrides_log = lambda: list(changes)
+        vars(in_effect).update(_overrides_log=changes, overrides_log=lambda: list(changes))
         context.get_context, context.get_model = lambda: in_effect, lambda: arguments
         context.get_serving = lambda: serving
         context.process_model_config = lambda: SimpleNamespace(is_multimodal=getattr(arguments, "is_multimodal", False))
@@ -68,6 +68,7 @@ def hicache(arguments: SimpleNamespace) -> Iterator[SimpleNamespace]:
             factory=importlib.import_module("sglang.srt.mem_cache.storage.backend_factory") if real else None,
             serving=serving,
             changes=changes,
+            in_effect=in_effect,
         )
     finally:
         for name in set(sys.modules) - before:
