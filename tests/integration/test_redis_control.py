@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+from pathlib import Path
+from typing import Any, cast
 
 import pytest
 from redis.exceptions import ConnectionError as RedisConnectionError
 
 from kvstore.catalog.redis.catalog import RedisCatalog
 from kvstore.catalog.redis.nodes import RedisNodes
+from kvstore.compose import open_store
 from kvstore.errors import Unavailable
 from kvstore.runtime.deadline import Deadline
+from kvstore.settings import load_settings
 from kvstore.testing.faulty_proxy import FaultyProxy
 from kvstore.testing.prompts import ATTENTION, Prompt
 from kvstore.testing.servers import RedisCluster, RedisServer, redis_server
@@ -65,6 +69,24 @@ async def test_a_name_that_moves_to_the_new_primary() -> None:
                     else:
                         await nodes.run([(0, write), (0, write)], deadline=soon())
                 await asyncio.gather(*(nodes.one(write, deadline=soon()) for _ in range(8)))
+
+
+async def test_all_that_share_a_client_find_a_connection(
+    shared_redis: RedisServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A store's catalog, and all that is kept beside it, have one client: its pool has what they may use together."""
+    bounds, clients, init = list[int](), set[object](), RedisNodes.__init__
+
+    def noted(nodes: RedisNodes, client: Any, *arguments: Any, **options: Any) -> None:
+        init(nodes, client, *arguments, **options)
+        bounds.append(vars(vars(nodes)["_calls"])["_value"])
+        clients.add(client)
+
+    monkeypatch.setattr(RedisNodes, "__init__", noted)
+    settings = {"hot": shared_redis.url, "cold": f"file://{tmp_path}", "cold_bytes": "1GiB", "memory_bytes": "16MiB"}
+    async with open_store(load_settings(settings)):
+        (client,) = clients
+        assert len(bounds) == 7 and sum(bounds) <= cast(Any, client).connection_pool.max_connections
 
 
 @pytest.mark.parametrize("server", ["shared_redis", "shared_cluster"])

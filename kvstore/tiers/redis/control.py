@@ -30,9 +30,10 @@ ControlClient = Redis | RedisCluster
 
 _CONNECT_S = 2.0
 """For a connection attempt. Commands have no limit: run each within its deadline's scope."""
-_CONNECTIONS_MAX = 40
+_CONNECTIONS_MAX = 42
 """Per node in a cluster. Further commands fail with `ConnectionError`, so each user of a client bounds its own: the
-catalog 24, pending writes 8, and two each the leases of retention and of a rebuild, marks, and operators' rules."""
+catalog 24, pending writes 8, and two each the leases of retention, of a rebuild and of comparisons, marks, and
+operators' rules."""
 _WATCH_S = 0.5
 _SENTINEL_S = 0.5
 _MAP_S = 4.0
