@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -82,7 +82,7 @@ def test_a_restored_prompt_that_is_lost_is_computed_with_its_sounds(
         wait_for_engine(service.url)
         found, tokens = engine.evaluate(
             "__import__('tests.connector.support.sounds', fromlist=['x'])"
-            f".answer_across_a_loss(llm, {json.loads(json.dumps(request.as_json()))!r}, {service.pid})"
+            f".answer_across_a_loss(llm, {json.loads(json.dumps(asdict(request)))!r}, {service.pid})"
         )
     assert found == whole(300 + 102 + 600)
     assert tuple(tokens) == expected.tokens
