@@ -44,8 +44,8 @@ class GetEntries(Sequence[str]):
         return 1 + len(self._prefixes)
 
     def __getitem__(self, index: Any) -> Any:
-        names = (entry_name(self._namespace, prefix) for prefix in self._prefixes)
-        return _MGET if index == 0 else (_MGET, *names)[index]
+        at = range(len(self))[index]
+        return entry_name(self._namespace, self._prefixes[at - 1]) if at else _MGET
 
     def packed(self) -> bytes:
         """In Redis' protocol."""

@@ -275,8 +275,7 @@ class Explainer(StorePart):
                 found += starting_with(kept, request)
         found = [one for one in found if one.outcome.request == request] or found
         if not found and self.hints is not None and request.startswith(HINT_NAME):
-            with suppress(InvalidRequest):
-                return _hinted(self.hints.prompts.of_request(request, tenant))
+            found = [_hinted(kept) for kept in self.hints.prompts.matching(request, tenant)]
         if not found:
             raise InvalidRequest(
                 "unknown request: run `kvstore explain` without an id to list recent ones; a restart clears the list",

@@ -63,6 +63,14 @@ class EndedPrompts:
         kept = self._of_tenant.get(tenant)
         return kept.entries.get(request) if kept is not None else None
 
+    def matching(self, request: str, tenant: str | None) -> list[KeptPrompt]:
+        """The prompts whose requests have this id or, where none of a tenant has, start like it.
+
+        Args:
+            tenant: Whose; `None`: of any.
+        """
+        return [kept for one in self._tenants(tenant) for kept in starting_with(one, request)]
+
     def of_request(self, request: str, tenant: str | None) -> KeptPrompt:
         """The prompt of a request, by its id or the start of one.
 
@@ -72,7 +80,7 @@ class EndedPrompts:
         Raises:
             InvalidRequest: No request that ended recently has this id, or several start like that.
         """
-        found = [kept for one in self._tenants(tenant) for kept in starting_with(one, request)]
+        found = self.matching(request, tenant)
         exact = [kept for kept in found if kept.prompt.request == request]
         if not found:
             raise InvalidRequest("no request that ended recently has this id", field="request", seen=request[:256])

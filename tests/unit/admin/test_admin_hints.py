@@ -179,6 +179,9 @@ async def test_a_prompt_that_was_hinted_by_its_tokens_is_explained(tmp_path: Pat
         assert (told["request"], told["tenant"], told["reason"]) == (taken["request"], "blue", "hinted")
         assert told["namespace"] == taken["namespace"] and told["cap_tokens"] == taken["tokens"] > 0
         assert told["prompt_tokens"] == len(TOKENS) and told["hints"] and told["detail"] == {}
+        await blue.post("/v1/hints", json=body)
+        several = await blue.get("/v1/requests/explain", params={"request": "hint-"})
+        assert several.status_code == 404 and "several requests start like that" in several.text
         other = await red.get("/v1/requests/explain", params=asked)
         assert other.status_code == 404 and "hinted" not in other.text
         assert (await blue.get("/v1/requests")).json() == {"requests": []}
