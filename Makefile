@@ -75,7 +75,7 @@ bench-agent: $(STAMP) ## an agent's next turn after its history went to S3: pref
 bench-retention: $(STAMP) ## ten times the budget of a directory and of S3, beside the same saves without a bound
 	$(BIN)/python -m benchmarks.retention
 
-bench-publishing: $(STAMP) ## processor time of a save to a service that publishes cache events, beside one that does not
+bench-publishing: $(STAMP) ## processor time that publishing where a page is adds to its saves
 	$(BIN)/python -m benchmarks.publishing
 
 bench-ttft: $(STAMP) ## a long prompt's first token: computed, and restored from Redis by a fresh engine and a fresh service

@@ -1,4 +1,4 @@
-"""`python -m benchmarks.publishing`: what a save costs more where the service publishes cache events. See README.md."""
+"""`python -m benchmarks.publishing`: what a save costs more if its page is published. See README.md."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -21,10 +21,12 @@ import zmq
 
 from benchmarks.measure import windowed
 from benchmarks.node import Node, temporary_folder
-from benchmarks.pages import Batch, RecordPages, benchmark_namespace
+from benchmarks.pages import RecordPages, benchmark_namespace
 from benchmarks.program import Column, count, run_rows
 from benchmarks.stores import Service
 from kvstore.client import RemoteStore, connect
+from kvstore.format.record import Record
+from kvstore.model.keys import Boundary
 from kvstore.model.page_blocks import BlockGroup, PageBlocks
 from kvstore.runtime.deadline import Deadline
 from kvstore.runtime.sizes import parse_bytes
@@ -35,15 +37,14 @@ _BLOCKS = 16
 """Of a page: 256 tokens in blocks of 16. With 8 billion parameters it has 32 MiB, in 8 slices of 4 MiB."""
 _SMALL_BYTES = 64 << 10
 """Of a record whose save costs little, so that what publishing costs is a larger part."""
-_MEMORY_RECORDS = 128
+_MEMORY_RECORDS = 64
 """What the memory of a service holds. It is full when the first turn begins, so that each save evicts."""
 _SEALED = 32
 """Records that are sealed together, between saves."""
 _QUIET_S = 1.0
-"""After the last save of a turn; what was saved is published by then."""
-_TURNS = 3
-"""Of one pair of services."""
-_IDLE_S = 2.0
+"""After the last save; what was saved is published by then."""
+_WARMING_TURNS = 2
+_IDLE_S = 1.0
 
 _spawn = multiprocessing.get_context("spawn")
 
@@ -53,21 +54,23 @@ class Row:
     """What saves cost in processor time: of all threads of a service and its client's process together.
 
     Attributes:
-        what: Of the records, and what the second service does. Without publishing, the row shows the noise.
+        what: Of the records.
         size_bytes: Of a record.
-        records: Of all turns, to each service.
-        plain_ms: A save, to a service that publishes nothing: the median of pairs of services, in milliseconds.
-        page_us: By which a page's saves and its publishing take more: the median of pairs, in microseconds.
+        pages: That were named, saved and evicted.
+        plain_ms: A save whose page is not named: the median of turns, in milliseconds.
+        page_us: By which naming a page and publishing that it came and left takes more: the median of pairs of turns,
+            in microseconds.
         page_us_least, page_us_most: The middle half of the pairs.
-        share: `page_us` as a share of what the saves of a page of the large records take, without publishing.
+        share: `page_us` as a share of what the saves of a page of large records take without it.
         share_least, share_most: The same, of the middle half.
-        idle_ms_per_s: Milliseconds a second by which the second service takes more while nothing is saved: the median.
+        idle_ms_per_s: Milliseconds a second by which a service with named pages takes more while nothing is saved: the
+            median.
         batches: That a subscriber got.
     """
 
     what: str
     size_bytes: int
-    records: int
+    pages: int
     plain_ms: float
     page_us: float
     page_us_least: float
@@ -79,10 +82,10 @@ class Row:
     batches: int
 
 
-_TITLE = "processor time of saves, beside a service that publishes nothing"
+_TITLE = "processor time of saves, beside saves whose pages are not named"
 _COLUMNS: tuple[Column[Row], ...] = (
     ("what", lambda row: row.what),
-    ("records", lambda row: str(row.records)),
+    ("pages", lambda row: str(row.pages)),
     ("ms a save", lambda row: f"{row.plain_ms:.3f}"),
     ("more µs a page", lambda row: f"{row.page_us:.0f}"),
     ("middle half", lambda row: f"{row.page_us_least:.0f} to {row.page_us_most:.0f}"),
@@ -97,9 +100,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Measure and report; returns the exit status: 0, 1 after a failure, 130 when interrupted."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.publishing", description=__doc__)
     parser.add_argument("--size", type=parse_bytes, default=4 << 20, metavar="BYTES", help="of a large record")
-    parser.add_argument("--slices", type=count, default=8, help="records of a page, of which one names the page")
-    parser.add_argument("--records", type=count, default=256, help="saved in one turn")
-    parser.add_argument("--repetitions", type=count, default=7, help="pairs of fresh services, for each row")
+    parser.add_argument("--slices", type=count, default=8, help="records of a page")
+    parser.add_argument("--pages", type=count, default=64, help="saved in one turn, in whole batches of 32")
+    parser.add_argument("--turns", type=count, default=8, help="pairs of turns of each pair of services")
+    parser.add_argument("--repetitions", type=count, default=3, help="pairs of fresh services, for each row")
     parser.add_argument("--in-flight", type=count, default=2, metavar="COUNT", help="saves at a time, to each service")
     return run_rows(parser, arguments, _measure, _TITLE, _COLUMNS)
 
@@ -113,7 +117,7 @@ class _Load:
 
     Attributes:
         size_bytes: Of a record.
-        slices: Records of a page, of which the first names it; 0: no page is named.
+        slices: Records of a page.
         in_flight: Saves at a time.
         period_s: From one record to the next at least; 0: as fast as the service takes them.
     """
@@ -124,9 +128,17 @@ class _Load:
     period_s: float
 
 
+@dataclass(frozen=True, slots=True)
+class _Order:
+    """What a client is to save next, and whether it names the pages."""
+
+    num_records: int
+    names: bool
+
+
 def _client(url: str, load: _Load, orders: Connection) -> None:
-    """Saves as many records as each order says, until an order of 0. At the end of a turn it answers with the seconds
-    of processor time since the order, without those in which it made the records."""
+    """Saves what each order says, until there is none. At the end of each it answers with the seconds of processor time
+    since the order, without those in which it made the records."""
     uvloop.run(_take_orders(url, load, orders))  # as an engine's client does
 
 
@@ -135,16 +147,21 @@ async def _take_orders(url: str, load: _Load, orders: Connection) -> None:
     await store.open_namespace(benchmark_namespace(), deadline=Deadline.after(30.0))
     pages = RecordPages(load.size_bytes, _SEALED)
     orders.send(None)
-    while num_records := await asyncio.to_thread(orders.recv):
+    while (order := await asyncio.to_thread(orders.recv)) is not None:
         begun_s, making_s = time.process_time(), 0.0
         next_s = time.monotonic()
-        for _ in range(num_records // _SEALED):
+        for _ in range(order.num_records // _SEALED):
             before_s, before_wall_s = time.process_time(), time.monotonic()
             batch = pages.batch()
+            hashes = [_block_hashes(record) for record in batch.records]
             making_s += time.process_time() - before_s
             next_s += time.monotonic() - before_wall_s
             due = [next_s + index * load.period_s for index in range(_SEALED)]
-            saves = (partial(_save, store, load.slices, batch, index, due[index]) for index in range(_SEALED))
+            named = range(0, _SEALED, load.slices) if order.names else ()
+            saves = (
+                partial(_save, store, batch.records[index], hashes[index] if index in named else (), due[index])
+                for index in range(_SEALED)
+            )
             await windowed(saves, load.in_flight)
             next_s = max(due[-1] + load.period_s, time.monotonic())
         orders.send(None)
@@ -153,37 +170,43 @@ async def _take_orders(url: str, load: _Load, orders: Connection) -> None:
     await store.aclose()
 
 
-async def _save(store: RemoteStore, slices: int, batch: Batch, index: int, due_s: float) -> None:
+async def _save(store: RemoteStore, record: Record, hashes: Sequence[bytes], due_s: float) -> None:
     if (wait_s := due_s - time.monotonic()) > 0:
         await asyncio.sleep(wait_s)
-    await Service(store).put(batch.records[index])
-    if slices and index % slices == 0:
-        store.name_blocks(_named(batch, index))
+    await Service(store).put(record)
+    if hashes:
+        store.name_blocks(_named(record, hashes))
 
 
-def _named(batch: Batch, index: int) -> PageBlocks:
+def _block_hashes(record: Record) -> list[bytes]:
+    """What an engine has anyway: the hash of each block of a record's page."""
+    return [bytes([number]) + record.key.prefix[:7] for number in range(_BLOCKS)]
+
+
+def _named(record: Record, hashes: Sequence[bytes]) -> PageBlocks:
     """The blocks of a record's page, as an engine with `name_blocks` `hashes` names them."""
-    header = batch.records[index].header
-    prefix = header.key.prefix
-    hashes = b"".join(bytes([number]) + prefix[:7] for number in range(_BLOCKS))
+    key, span = record.key, record.header.span
     return PageBlocks(
-        namespace=header.key.namespace,
-        boundary=batch.prompt.boundary(header.span.stop),
+        namespace=key.namespace,
+        boundary=Boundary(span.stop, key.prefix),
         group=0,
         model="benchmark",
-        hash_bytes=8,
-        hashes=hashes,
-        parent=prefix[8:16] if index else b"",
-        block_tokens=header.span.num_tokens // _BLOCKS,
-        groups=(BlockGroup(0, "full_attention"),),
+        hash_bytes=len(hashes[0]),
+        hashes=b"".join(hashes),
+        parent=b"",
+        block_tokens=span.num_tokens // _BLOCKS,
+        groups=_GROUPS,
     )
+
+
+_GROUPS = (BlockGroup(0, "full_attention"),)
 
 
 # ---- two services, each with a client, at the same time
 
 
 class _Side:
-    """A running service and its client. `order` and `taken_s` go together: what is between them is one turn."""
+    """A running service and its client. `order` and `taken_s` go together: what is between them is counted."""
 
     def __init__(self, node: Node, load: _Load) -> None:
         self._node = node
@@ -193,9 +216,9 @@ class _Side:
         theirs.close()
         self._before_s = 0.0
 
-    def order(self, num_records: int) -> None:
+    def order(self, order: _Order) -> None:
         self._before_s = self._node.cpu_s()
-        self._orders.send(num_records)
+        self._orders.send(order)
 
     def wait(self) -> None:
         """Return when it has done what the order says, or is ready for the first one.
@@ -207,7 +230,7 @@ class _Side:
 
     def taken_s(self) -> float:
         """Processor time since the order."""
-        service_s = self._node.cpu_s() - self._before_s
+        service_s = self.service_s() - self._before_s
         self._orders.send(None)
         return service_s + float(self._orders.recv())
 
@@ -220,107 +243,147 @@ class _Side:
 
 
 @dataclass(frozen=True, slots=True)
-class _Pair:
-    """Of two services that ran at the same time. Seconds of a record: of the processor, and of the clock."""
+class _Turn:
+    """Of two services that took the same saves at the same time, of which one got the names of their pages.
 
+    Attributes:
+        more_s: Seconds of the processor that a page took more with its name.
+        plain_s: Those that its saves took without.
+        period_s: Seconds from one page to the next.
+        more_idle_s: Seconds of the processor that a second took more with names, while nothing was saved.
+    """
+
+    more_s: float
     plain_s: float
-    other_s: float
     period_s: float
-    idle_ms_per_s: float
-    num_batches: int
+    more_idle_s: float
 
 
-def _compare(load: _Load, num_records: int, *, publishes: bool) -> _Pair:
-    """Save the same to a service that publishes nothing and to another one, at the same time: what slows the
-    machine slows both."""
+@dataclass(frozen=True, slots=True)
+class _Pair:
+    """Of two turns. Each service got the names in one of them: so neither what slows the machine nor what makes
+    one process slower than another counts."""
+
+    turns: tuple[_Turn, _Turn]
+
+    @property
+    def more_s(self) -> float:
+        return sum(turn.more_s for turn in self.turns) / 2
+
+    @property
+    def more_idle_s(self) -> float:
+        return sum(turn.more_idle_s for turn in self.turns) / 2
+
+
+def _compare(load: _Load, num_pages: int, num_turns: int) -> tuple[list[_Pair], int]:
+    """The pairs of turns of two fresh services, and the batches that their subscribers got."""
     with temporary_folder() as folder, ExitStack() as stack:
-        address = f"ipc://{folder}/events" if publishes else None
-        num_batches = stack.enter_context(_subscriber(address)) if address is not None else lambda: 0
-        sides = [_start(folder, name, which, load, stack) for name, which in (("plain", None), ("published", address))]
+        addresses = [f"ipc://{folder}/{name}-events" for name in ("first", "second")]
+        counters = [stack.enter_context(_subscriber(address)) for address in addresses]
+        sides = [_start(folder, f"service-{index}", address, load, stack) for index, address in enumerate(addresses)]
         for side in sides:
             side.wait()
-        _turn(sides, 2 * _MEMORY_RECORDS)  # fills both memories
-        before, begun_s = num_batches(), time.monotonic()
-        turns = [_turn(sides, num_records) for _ in range(_TURNS)]
-        period_s = (time.monotonic() - begun_s) / _TURNS / num_records
-        num_batches_sent = num_batches() - before
-        idle_s = [side.service_s() for side in sides]
-        time.sleep(_IDLE_S)
-        plain, other = (side.service_s() - since_s for side, since_s in zip(sides, idle_s, strict=True))
-        of_record = [sum(turn[which] for turn in turns) / _TURNS / num_records for which in (0, 1)]
-        return _Pair(of_record[0], of_record[1], period_s, (other - plain) / _IDLE_S * 1e3, num_batches_sent)
+        for index in range(_WARMING_TURNS):
+            _turn(sides, index, load, num_pages)
+        before = [number() for number in counters]
+        pairs = [_Pair((_turn(sides, 0, load, num_pages), _turn(sides, 1, load, num_pages))) for _ in range(num_turns)]
+        return pairs, sum(number() - since for number, since in zip(counters, before, strict=True))
 
 
-def _start(folder: Path, name: str, address: str | None, load: _Load, stack: ExitStack) -> _Side:
+def _start(folder: Path, name: str, address: str, load: _Load, stack: ExitStack) -> _Side:
     memory_bytes = _MEMORY_RECORDS * load.size_bytes
-    node = Node(folder, name, memory_bytes=max(memory_bytes, 1 << 20))
-    if address is not None:
-        node.process.command += ["--events-endpoint", address]
+    node = Node(folder, name, memory_bytes=max(memory_bytes, 1 << 20), events_endpoint=address)
     stack.callback(node.stop)
     node.start()
-    slices = load.slices if address is not None else 0
-    side = _Side(node, _Load(load.size_bytes, slices, load.in_flight, load.period_s))
+    side = _Side(node, load)
     stack.callback(side.stop)
     return side
 
 
-def _turn(sides: Sequence[_Side], num_records: int) -> list[float]:
-    """Processor time of both."""
-    for side in sides:
-        side.order(num_records)
+def _turn(sides: Sequence[_Side], named: int, load: _Load, num_pages: int) -> _Turn:
+    """Save the same to both services. Then save what pushes all of it out of memory, without names.
+
+    Args:
+        named: The index of the service that gets the names.
+    """
+    begun_s = time.monotonic()
+    saving_s = _saved(sides, _Order(num_pages * load.slices, names=True), named)
+    period_s = (time.monotonic() - begun_s - _QUIET_S) / num_pages
+    before_s = [side.service_s() for side in sides]
+    time.sleep(_IDLE_S)
+    idle_s = [side.service_s() - since_s for side, since_s in zip(sides, before_s, strict=True)]
+    evicting_s = _saved(sides, _Order(_MEMORY_RECORDS, names=False), named)
+    plain = 1 - named
+    more_s = saving_s[named] - saving_s[plain] + evicting_s[named] - evicting_s[plain]
+    return _Turn(more_s / num_pages, saving_s[plain] / num_pages, period_s, (idle_s[named] - idle_s[plain]) / _IDLE_S)
+
+
+def _saved(sides: Sequence[_Side], order: _Order, named: int) -> list[float]:
+    """Processor time of both services, in which they save and publish all. At most one gets names."""
+    for index, side in enumerate(sides):
+        side.order(order if index == named else replace(order, names=False))
     for side in sides:
         side.wait()
     time.sleep(_QUIET_S)
     return [side.taken_s() for side in sides]
 
 
+@dataclass(slots=True)
+class _Figures:
+    """Of records of one size."""
+
+    pairs: list[_Pair] = field(default_factory=list)
+    num_batches: int = 0
+
+    def add(self, load: _Load, num_pages: int, num_turns: int) -> None:
+        """Measure two fresh services."""
+        pairs, num_batches = _compare(load, num_pages, num_turns)
+        self.pairs += pairs
+        self.num_batches += num_batches
+
+    def middle(self, read: Callable[[_Turn], float]) -> float:
+        """The median of turns."""
+        return statistics.median(read(turn) for pair in self.pairs for turn in pair.turns)
+
+
 def _measure(chosen: argparse.Namespace, say: Callable[[str], None]) -> list[Row]:
-    num_records = _whole(chosen.records)
-    large = _Load(chosen.size, chosen.slices, chosen.in_flight, 0.0)
-    pairs: dict[tuple[bool, bool], list[_Pair]] = {}
+    num_pages = max(1, chosen.pages // _SEALED) * _SEALED
+    large, small = _Figures(), _Figures()
     for repetition in range(chosen.repetitions):
-        for publishes in (False, True) if repetition % 2 else (True, False):
-            pairs.setdefault((True, publishes), []).append(_compare(large, num_records, publishes=publishes))
-        # small records come at the pace of large ones, so that each message has as many pages
-        period_s = min(pair.period_s for pair in pairs[True, True])
-        small = _Load(_SMALL_BYTES, chosen.slices, chosen.in_flight, period_s)
-        for publishes in (False, True) if repetition % 2 else (True, False):
-            pairs.setdefault((False, publishes), []).append(_compare(small, num_records, publishes=publishes))
-        more = ", ".join(
-            f"{(of[-1].other_s - of[-1].plain_s) * chosen.slices * 1e6:.0f}" for _, of in sorted(pairs.items())
+        load = _Load(chosen.size, chosen.slices, chosen.in_flight, 0.0)
+        large.add(load, num_pages, chosen.turns)
+        # small records come at the pace of large ones, so that each message has as many names
+        load = replace(load, size_bytes=_SMALL_BYTES, period_s=large.middle(lambda turn: turn.period_s) / chosen.slices)
+        small.add(load, num_pages, chosen.turns)
+        more = " and ".join(
+            f"{statistics.median(pair.more_s for pair in of.pairs[-chosen.turns :]) * 1e6:.0f}" for of in (large, small)
         )
-        say(f"repetition {repetition + 1}: more us a page, small and large, not published and published: {more}")
-    page_s = chosen.slices * statistics.median(pair.plain_s for pair in pairs[True, False] + pairs[True, True])
+        say(f"repetition {repetition + 1}: more us a page, of large and of small records: {more}")
+    page_s = large.middle(lambda turn: turn.plain_s)
     return [
-        _row(size, publishes, pairs[is_large, publishes], page_s, chosen)
-        for is_large, size in ((True, chosen.size), (False, _SMALL_BYTES))
-        for publishes in (False, True)
+        _row(figures, size, num_pages, slices=chosen.slices, page_s=page_s)
+        for figures, size in ((small, _SMALL_BYTES), (large, chosen.size))
     ]
 
 
-def _row(size: int, publishes: bool, pairs: Sequence[_Pair], page_s: float, chosen: argparse.Namespace) -> Row:
-    more_s = sorted(chosen.slices * (pair.other_s - pair.plain_s) for pair in pairs)
+def _row(figures: _Figures, size: int, num_pages: int, *, slices: int, page_s: float) -> Row:
+    more_s = sorted(pair.more_s for pair in figures.pairs)
     middle_s, quarter = statistics.median(more_s), len(more_s) // 4
     least_s, most_s = more_s[quarter], more_s[-1 - quarter]
     return Row(
-        f"{size / 2**20:g} MiB, " + ("published" if publishes else "not published"),
+        f"{size / 2**20:g} MiB",
         size,
-        _whole(chosen.records) * _TURNS * len(pairs),
-        plain_ms=round(statistics.median(pair.plain_s for pair in pairs) * 1e3, 4),
+        2 * len(figures.pairs) * num_pages,
+        plain_ms=round(figures.middle(lambda turn: turn.plain_s) / slices * 1e3, 4),
         page_us=round(middle_s * 1e6, 1),
         page_us_least=round(least_s * 1e6, 1),
         page_us_most=round(most_s * 1e6, 1),
         share=round(middle_s / page_s, 5),
         share_least=round(least_s / page_s, 5),
         share_most=round(most_s / page_s, 5),
-        idle_ms_per_s=round(statistics.median(pair.idle_ms_per_s for pair in pairs), 3),
-        batches=sum(pair.num_batches for pair in pairs),
+        idle_ms_per_s=round(statistics.median(pair.more_idle_s for pair in figures.pairs) * 1e3, 3),
+        batches=figures.num_batches,
     )
-
-
-def _whole(num_records: int) -> int:
-    """As many records in whole batches, at least one batch."""
-    return max(1, num_records // _SEALED) * _SEALED
 
 
 # ---- a subscriber

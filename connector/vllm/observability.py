@@ -237,7 +237,7 @@ def page_blocks(
         tells_tokens: Token ids too, if the blocks' hashes depend on nothing else.
     """
     event = page.event
-    hashes = [_hash_bytes(block_hash) for block_hash in event.hashes]
+    hashes = _hash_bytes(event.hashes)
     groups = []
     for index in shape.groups[event.group].facts.feed_groups:
         spec = kv_cache_config.kv_cache_groups[index].kv_cache_spec
@@ -253,7 +253,7 @@ def page_blocks(
         model=model,
         hash_bytes=len(hashes[0]),
         hashes=b"".join(hashes),
-        parent=b"" if event.parent is None else _hash_bytes(event.parent),
+        parent=b"" if event.parent is None else _hash_bytes([event.parent])[0],
         block_tokens=event.block_tokens,
         groups=tuple(groups),
         tokens=tokens.tobytes(),
@@ -261,8 +261,21 @@ def page_blocks(
     )
 
 
-def _hash_bytes(block_hash: bytes) -> bytes:
-    """A block's hash as vLLM would publish it; a number as eight bytes."""
+def _hash_bytes(block_hashes: Sequence[bytes]) -> list[bytes]:
+    """Hashes of blocks as vLLM would publish them; numbers as eight bytes.
+
+    vLLM reads an environment variable for each hash, which takes longer than all else that names a page. So only the
+    first one is converted by vLLM, if its number is what the hash ends with.
+    """
+    first = _told_bytes(block_hashes[0])
+    if first == block_hashes[0]:
+        return list(block_hashes)
+    if first == block_hashes[0][-NUMBER_BYTES:]:
+        return [block_hash[-NUMBER_BYTES:] for block_hash in block_hashes]
+    return [_told_bytes(block_hash) for block_hash in block_hashes]
+
+
+def _told_bytes(block_hash: bytes) -> bytes:
     told = maybe_convert_block_hash(BlockHash(block_hash))
     return told.to_bytes(NUMBER_BYTES, "big") if isinstance(told, int) else told
 

@@ -219,7 +219,8 @@ def _private_names(node: ast.AST) -> list[str]:
     """Private names that a test reads from another object, imports, or replaces by `monkeypatch`."""
     names: list[str] = []
     if isinstance(node, ast.Attribute) and not (isinstance(node.value, ast.Name) and node.value.id in ("self", "cls")):
-        names = [node.attr] if ast.unparse(node) != "os._exit" else []
+        is_public = ast.unparse(node) == "os._exit" or node.attr == "_replace"  # the latter is of each named tuple
+        names = [] if is_public else [node.attr]
     elif isinstance(node, ast.ImportFrom):
         names = [alias.name for alias in node.names]
     elif (

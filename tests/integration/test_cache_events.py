@@ -7,7 +7,6 @@ import os
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager, closing
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -161,7 +160,7 @@ async def test_a_subscriber_that_comes_when_messages_are_no_longer_kept(
 ) -> None:
     """It asks for the first ones, so all pages are published again: it has all of them, as one that was there before,
     and each block was stored once. A name of an engine is not cleared, so its pages are taken back."""
-    monkeypatch.setattr("kvstore.store.cache_events.publisher.KEPT", 40)
+    monkeypatch.setattr("kvstore.store.cache_events.publisher.KEPT", 20)
     names, prompts = ["node:here", "10.0.0.7:8000"], [Prompt(ATTENTION, f"p{number}", 64) for number in range(25)]
     settings = publishing(tmp_path, cold="memory:", hot="memory:", events_node=",".join(names), events_numbers=numbers)
     blocks = set[int]().union(*(hashes(prompt, 64) for prompt in prompts))
@@ -310,7 +309,7 @@ async def test_engines_name_pages_over_the_wire(tmp_path: Path, subscriber: Even
             stack.push_async_callback(engine.aclose)
             await engine.wait_ready(deadline=soon())
         await save_all(red, prompt)
-        blue.name_blocks(replace(named(prompt, prompt.boundary(64)), model="blue's words"))
+        blue.name_blocks(named(prompt, prompt.boundary(64))._replace(model="blue's words"))
         await blue.status(deadline=soon())
         await asyncio.sleep(1.0)  # a client gathers names for half a second
         for one in (absent, prompt):

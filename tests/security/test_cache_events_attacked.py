@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import hashlib
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -105,7 +104,7 @@ async def test_the_largest_names(folder: Path, full: bool, are_stored: bool, tel
 async def test_as_many_small_names_as_a_message_may_have(folder: Path, full: bool, tell: Callable[[str], None]) -> None:
     """One tenant sends full messages without a pause: others are served, and the memory is bounded."""
     prompt = Prompt(LARGE, "p", 16_384, step_tokens=16_384, payload_bytes=100, tenant=EVIL)
-    page = replace(largest(prompt, prompt.boundary(16_384), 0, num_blocks=1, block_tokens=1), tokens=b"")
+    page = largest(prompt, prompt.boundary(16_384), 0, num_blocks=1, block_tokens=1)._replace(tokens=b"")
     num_messages = 3_000 if full else 300
 
     def attack() -> None:
@@ -114,7 +113,7 @@ async def test_as_many_small_names_as_a_message_may_have(folder: Path, full: boo
             for number in range(num_messages):
                 start = number * messages.PAGE_NAMES_MAX
                 prefixes = (hash_of(start + index) for index in range(messages.PAGE_NAMES_MAX))
-                pages = [replace(page, boundary=Boundary(16_384, prefix), hashes=prefix[:8]) for prefix in prefixes]
+                pages = [page._replace(boundary=Boundary(16_384, prefix), hashes=prefix[:8]) for prefix in prefixes]
                 (message,) = names_messages(pages)
                 peer.send(head_bytes(message))
             ping(peer)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from itertools import chain
+from typing import NamedTuple
 
 from kvstore.model.media import Medium
 from kvstore.model.page_blocks import BlockGroup, PageBlocks
@@ -28,49 +29,84 @@ class BlockCounts:
 
     def __init__(self) -> None:
         # by model, since a tenant may name any number of them
-        self._counts: dict[str, dict[tuple[Medium, int], dict[bytes, int]]] = {}
+        self._counts: dict[str, dict[tuple[Medium, int], _Counts]] = {}
 
-    def add(self, blocks: PageBlocks, medium: Medium, group: int) -> list[int]:
+    def add(self, blocks: PageBlocks, medium: Medium, group: int) -> Sequence[int]:
         """Count a page that came; returns the indexes of its blocks that no page there had before."""
-        counts = self._counts.setdefault(blocks.model, {}).setdefault((medium, group), {})
-        first = list[int]()
-        for index, block in enumerate(blocks.all_hashes()):
-            before = counts.get(block, 0)
-            counts[block] = before + 1
-            if not before:
-                first.append(index)
-        return first
+        counts = self._counts.setdefault(blocks.model, {}).setdefault((medium, group), _Counts())
+        return counts.add(blocks.all_hashes())
 
     def has(self, model: str, block: bytes) -> bool:
         """Whether a page with this block is on any medium."""
-        return any(block in counts for counts in self._counts.get(model, {}).values())
+        return any(block in counts.blocks for counts in self._counts.get(model, {}).values())
 
     def removals(self) -> Iterator[tuple[str, Medium, Iterator[Event]]]:
         """The events that take all blocks back, by model and medium."""
         for model, of_model in self._counts.items():
             for (medium, group), counts in of_model.items():
-                yield model, medium, _removals(list(counts), group, medium)
+                yield model, medium, _removals(list(counts.blocks), group, medium)
 
     def remove(self, blocks: PageBlocks, medium: Medium, group: int) -> list[int | bytes]:
         """Count a page that left; returns its hashes, as events have them, that no page there has any more."""
         of_model = self._counts[blocks.model]
-        counts, last = of_model[medium, group], list[int | bytes]()
-        for block, in_events in zip(blocks.all_hashes(), event_hashes(blocks), strict=True):
-            after = counts[block] - 1
-            if after:
-                counts[block] = after
-            else:
-                del counts[block]
-                last.append(in_events)
-        if not counts:
+        counts = of_model[medium, group]
+        last = counts.remove(blocks.all_hashes())
+        if not counts.blocks:
             del of_model[medium, group]
             if not of_model:
                 del self._counts[blocks.model]
+        hashes = event_hashes(blocks)
+        return hashes if len(last) == len(hashes) else [hashes[index] for index in last]
+
+
+class _Counts:
+    """How many pages have each block. Most pages share none with others, and count without a step for each block.
+
+    Attributes:
+        blocks: Those that any page has.
+    """
+
+    def __init__(self) -> None:
+        self.blocks: set[bytes] = set()
+        self._further: dict[bytes, int] = {}  # of blocks that several pages have: how many beside one
+
+    def add(self, blocks: Sequence[bytes]) -> Sequence[int]:
+        """Count a page; returns the indexes of its blocks that no page had."""
+        if self.blocks.isdisjoint(blocks):
+            self.blocks.update(blocks)
+            return range(len(blocks))
+        first = list[int]()
+        for block, index in _distinct(blocks):
+            if block in self.blocks:
+                self._further[block] = self._further.get(block, 0) + 1
+            else:
+                self.blocks.add(block)
+                first.append(index)
+        return first
+
+    def remove(self, blocks: Sequence[bytes]) -> Sequence[int]:
+        """Count a page no longer; returns the indexes of its blocks that no page has any more."""
+        if self._further.keys().isdisjoint(blocks):
+            self.blocks.difference_update(blocks)
+            return range(len(blocks))
+        last = list[int]()
+        for block, index in _distinct(blocks):
+            if block not in self._further:
+                self.blocks.remove(block)
+                last.append(index)
+            elif self._further[block] > 1:
+                self._further[block] -= 1
+            else:
+                del self._further[block]
         return last
 
 
-@dataclass(frozen=True, slots=True)
-class _Came:
+def _distinct(blocks: Sequence[bytes]) -> Iterable[tuple[bytes, int]]:
+    """A page's blocks with their indexes. One that a page has twice, which no engine does, counts once."""
+    return {block: index for index, block in enumerate(blocks)}.items()
+
+
+class _Came(NamedTuple):
     """Blocks that came to a medium: an event that is made when it is published, since it may have many tokens."""
 
     blocks: PageBlocks
@@ -97,29 +133,27 @@ class Changes:
     def __init__(self, topics: Callable[[Medium, str], Iterable[str]], block_counts: BlockCounts) -> None:
         self._topics = topics
         self._block_counts = block_counts
-        self._there: defaultdict[str, list[_Came]] = defaultdict(list)
-        self._gone: defaultdict[str, dict[tuple[Medium, int], list[int | bytes]]] = defaultdict(dict)
+        # both by medium and model
+        self._there: defaultdict[tuple[Medium, str], list[_Came]] = defaultdict(list)
+        self._gone: defaultdict[tuple[Medium, str], dict[int, list[int | bytes]]] = defaultdict(dict)  # by group
         self.num_bytes = 0
 
     def there(self, page: Page, medium: Medium) -> None:
         """Note that a page can be read from a medium."""
         blocks = page.blocks
-        came = [
+        self._there[medium, blocks.model] += [
             _Came(blocks, run, group, medium)
             for group in blocks.groups
             for run in _runs(self._block_counts.add(blocks, medium, group.index), _EVENT_TOKENS // blocks.block_tokens)
         ]
-        for topic in self._topics(medium, blocks.model):
-            self._there[topic] += came
         self._count(blocks)
 
     def gone(self, page: Page, medium: Medium) -> None:
         """Note that it no longer can."""
         blocks = page.blocks
         for group in blocks.groups:
-            last = self._block_counts.remove(blocks, medium, group.index)
-            for topic in self._topics(medium, blocks.model) if last else ():
-                self._gone[topic].setdefault((medium, group.index), []).extend(last)
+            if last := self._block_counts.remove(blocks, medium, group.index):
+                self._gone[medium, blocks.model].setdefault(group.index, []).extend(last)
         self._count(blocks)
 
     def _count(self, blocks: PageBlocks) -> None:
@@ -130,9 +164,13 @@ class Changes:
 
         Each batch is made when it is asked for, so that others can run before the next one.
         """
-        for topic in {**self._gone, **self._there}:
+        by_topic: defaultdict[str, list[tuple[Medium, str]]] = defaultdict(list)
+        for key in {**self._gone, **self._there}:
+            for topic in self._topics(*key):
+                by_topic[topic].append(key)
+        for topic, keys in by_topic.items():
             batch, num_bytes = list[Event](), 0
-            for event in self._events(topic):
+            for event in chain(self._removed(keys), self._stored(keys)):
                 num_bytes += event_bytes(event)
                 if batch and (num_bytes > BATCH_BYTES or len(batch) == _BATCH_EVENTS):
                     yield topic, batch
@@ -141,12 +179,16 @@ class Changes:
             if batch:  # none, if other pages have all blocks of those that came
                 yield topic, batch
 
-    def _events(self, topic: str) -> Iterator[Event]:
-        for (medium, group), hashes in self._gone[topic].items():
-            for start in range(0, len(hashes), _EVENT_HASHES):
-                yield removed(hashes[start : start + _EVENT_HASHES], group, medium)
-        for came in self._there[topic]:
-            yield came.event()
+    def _removed(self, keys: Iterable[tuple[Medium, str]]) -> Iterator[Event]:
+        for medium, model in keys:
+            for group, hashes in self._gone.get((medium, model), {}).items():
+                for start in range(0, len(hashes), _EVENT_HASHES):
+                    yield removed(hashes[start : start + _EVENT_HASHES], group, medium)
+
+    def _stored(self, keys: Iterable[tuple[Medium, str]]) -> Iterator[Event]:
+        for key in keys:
+            for came in self._there.get(key, ()):
+                yield came.event()
 
 
 def _removals(blocks: Sequence[bytes], group: int, medium: Medium) -> Iterator[Event]:
@@ -154,8 +196,11 @@ def _removals(blocks: Sequence[bytes], group: int, medium: Medium) -> Iterator[E
         yield removed([event_hash(block) for block in blocks[start : start + _EVENT_HASHES]], group, medium)
 
 
-def _runs(indexes: Iterable[int], most: int) -> Iterator[range]:
+def _runs(indexes: Sequence[int], most: int) -> Iterator[range]:
     """Ascending indexes as runs of consecutive ones, of at most `most` or one."""
+    if isinstance(indexes, range) and 0 < len(indexes) <= min(most, _EVENT_HASHES):
+        yield indexes
+        return
     run: range | None = None
     for index in indexes:
         if run is not None and index == run.stop and len(run) < min(most, _EVENT_HASHES):

@@ -23,7 +23,7 @@ from kvstore.store.cache_events.encoding import CLEARED, Event
 from kvstore.store.cache_events.pages import Page, Pages, PagesByHash, Place
 from kvstore.tiers.memory import MemoryTier
 
-_ROUND_S = 0.2
+_ROUND_S = 0.4
 """How long changes wait for others that are published with them. So often the catalog is read for removals that other
 services made."""
 _TOMBSTONES_READ = (64, 1024, TOMBSTONES_MAX)

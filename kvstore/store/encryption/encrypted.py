@@ -244,7 +244,7 @@ class EncryptedStore(PageStore):
         """As `PageStore.name_blocks`, for the page under its current name."""
         generations = self.generations(self.inner.memory.owner_of(blocks.namespace))
         if generations and generations[0] is not None:
-            blocks = replace(blocks, boundary=_boundary(blocks.boundary, generations[0]))
+            blocks = blocks._replace(boundary=_boundary(blocks.boundary, generations[0]))
         self.inner.name_blocks(blocks)
 
     def knows_blocks(self, namespace: NamespaceId) -> bool:

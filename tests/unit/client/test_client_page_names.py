@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -54,7 +53,7 @@ def page(number: int, **change: Any) -> PageBlocks:
         block_tokens=16,
         groups=(BlockGroup(0, "full_attention"),),
     )
-    return replace(blocks, **change)
+    return blocks._replace(**change)
 
 
 @asynccontextmanager

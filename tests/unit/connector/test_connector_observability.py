@@ -149,14 +149,19 @@ def test_vllm_knows_every_name() -> None:
 
 
 @pytest.mark.parametrize("tells_tokens", [False, True])
-def test_a_page_is_named_as_its_events_name_it(tells_tokens: bool) -> None:
-    """The service's event of a page that an engine named is vLLM's event of it, but for the adapter's number."""
+@pytest.mark.parametrize("numbers", ["0", "1"])
+def test_a_page_is_named_as_its_events_name_it(
+    monkeypatch: pytest.MonkeyPatch, numbers: str, tells_tokens: bool
+) -> None:
+    """The service's event of a page that an engine named is vLLM's event of it, but for the adapter's number. vLLM
+    publishes hashes as numbers or as bytes."""
     import msgspec
     from vllm.distributed.kv_events import KVEventBatch
 
     from connector.vllm.observability import page_blocks
 
-    event = replace(EVENT, parent=b"p" * 32, hashes=(b"1" * 32, b"2" * 32))
+    monkeypatch.setenv("VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES", numbers)
+    event = replace(EVENT, parent=bytes(range(32)), hashes=(bytes(range(1, 33)), bytes(range(2, 34))))
     shape, config = two_feeds()
     page = NamedPage(NamespaceId(bytes(16)), Boundary(2 * BLOCK, PrefixHash(bytes(32))), event)
     blocks = page_blocks(page, shape, config, "org/model", tells_tokens=tells_tokens)

@@ -6,7 +6,6 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import replace
 from typing import TypeVar, cast
 
 import msgpack
@@ -497,6 +496,6 @@ def test_blocks_that_are_not_of_one_page_are_refused(change: dict[str, object], 
     layout: Layout = HYBRID
     blocks = page("p", [1, 2, 3, 4])
     blocks.check_page(ATTENTION)
-    replace(blocks, group=1, block_tokens=64, hashes=bytes(8)).check_page(layout)
+    blocks._replace(group=1, block_tokens=64, hashes=bytes(8)).check_page(layout)
     with pytest.raises(InvalidRequest, match=field):
-        replace(blocks, **change).check_page(layout)  # type: ignore[arg-type]
+        blocks._replace(**change).check_page(layout)  # type: ignore[arg-type]

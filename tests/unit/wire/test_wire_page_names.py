@@ -33,7 +33,7 @@ BLOCKS = PageBlocks(
 )
 
 
-@pytest.mark.parametrize("blocks", [BLOCKS, replace(BLOCKS, parent=b"", tokens=b"", lora_name="", group=0)])
+@pytest.mark.parametrize("blocks", [BLOCKS, BLOCKS._replace(parent=b"", tokens=b"", lora_name="", group=0)])
 def test_names_of_blocks_come_back(blocks: PageBlocks) -> None:
     """Over real msgpack, as part of an outcome."""
     head = msgpack.unpackb(msgpack.packb(encode(blocks_message(blocks))))
@@ -103,14 +103,14 @@ def test_names_of_blocks_of_no_page_are_refused(change: dict[str, Any]) -> None:
 
 
 def test_names_of_blocks_cannot_forge_a_line_of_a_log() -> None:
-    message = blocks_message(replace(BLOCKS, model="a\nb" + "x" * 300))
+    message = blocks_message(BLOCKS._replace(model="a\nb" + "x" * 300))
     assert parse_blocks(message).model.startswith("a\\nb")
     assert len(parse_blocks(message).model) <= 256
 
 
 def page(number: int, **change: Any) -> PageBlocks:
     """Another page of the same kind."""
-    return replace(BLOCKS, boundary=Boundary(64, PrefixHash(number.to_bytes(32, "big"))), **change)
+    return BLOCKS._replace(boundary=Boundary(64, PrefixHash(number.to_bytes(32, "big"))), **change)
 
 
 def sent(pages: list[PageBlocks]) -> list[list[PageBlocks]]:
