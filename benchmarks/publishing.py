@@ -13,7 +13,6 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import Any
 
 import uvloop
@@ -25,6 +24,8 @@ from benchmarks.pages import RecordPages, benchmark_namespace
 from benchmarks.program import Column, count, run_rows
 from benchmarks.stores import Service
 from kvstore.client import RemoteStore, connect
+from kvstore.codec.chains import RAW, encode
+from kvstore.format.header_v1 import HEADER_BYTES
 from kvstore.format.record import Record
 from kvstore.model.keys import Boundary
 from kvstore.model.page_blocks import BlockGroup, PageBlocks
@@ -37,14 +38,11 @@ _BLOCKS = 16
 """Of a page: 256 tokens in blocks of 16. With 8 billion parameters it has 32 MiB, in 8 slices of 4 MiB."""
 _SMALL_BYTES = 64 << 10
 """Of a record whose save costs little, so that what publishing costs is a larger part."""
-_MEMORY_RECORDS = 64
-"""What the memory of a service holds. It is full when the first turn begins, so that each save evicts."""
 _SEALED = 32
 """Records that are sealed together, between saves."""
-_QUIET_S = 1.0
+_QUIET_S = 1.6
 """After the last save; what was saved is published by then."""
 _WARMING_TURNS = 2
-_IDLE_S = 1.0
 
 _spawn = multiprocessing.get_context("spawn")
 
@@ -58,13 +56,13 @@ class Row:
         size_bytes: Of a record.
         pages: That were named, saved and evicted.
         plain_ms: A save whose page is not named: the median of turns, in milliseconds.
+        making_ms: The part of it in which the client makes the record, as an engine whose GPU has encoded the page: it
+            copies the payload behind a header, and seals it.
         page_us: By which naming a page and publishing that it came and left takes more: the median of pairs of turns,
             in microseconds.
         page_us_least, page_us_most: The middle half of the pairs.
         share: `page_us` as a share of what the saves of a page of large records take without it.
         share_least, share_most: The same, of the middle half.
-        idle_ms_per_s: Milliseconds a second by which a service with named pages takes more while nothing is saved: the
-            median.
         batches: That a subscriber got.
     """
 
@@ -72,13 +70,13 @@ class Row:
     size_bytes: int
     pages: int
     plain_ms: float
+    making_ms: float
     page_us: float
     page_us_least: float
     page_us_most: float
     share: float
     share_least: float
     share_most: float
-    idle_ms_per_s: float
     batches: int
 
 
@@ -87,11 +85,11 @@ _COLUMNS: tuple[Column[Row], ...] = (
     ("what", lambda row: row.what),
     ("pages", lambda row: str(row.pages)),
     ("ms a save", lambda row: f"{row.plain_ms:.3f}"),
+    ("of it making", lambda row: f"{row.making_ms:.3f}"),
     ("more µs a page", lambda row: f"{row.page_us:.0f}"),
     ("middle half", lambda row: f"{row.page_us_least:.0f} to {row.page_us_most:.0f}"),
     ("of its saves", lambda row: f"{row.share:.2%}"),
     ("middle half", lambda row: f"{row.share_least:.2%} to {row.share_most:.2%}"),
-    ("idle ms/s", lambda row: f"{row.idle_ms_per_s:.2f}"),
     ("batches", lambda row: str(row.batches)),
 )
 
@@ -138,7 +136,7 @@ class _Order:
 
 def _client(url: str, load: _Load, orders: Connection) -> None:
     """Saves what each order says, until there is none. At the end of each it answers with the seconds of processor time
-    since the order, without those in which it made the records."""
+    in which it made the records, and with all others since the order."""
     uvloop.run(_take_orders(url, load, orders))  # as an engine's client does
 
 
@@ -146,12 +144,15 @@ async def _take_orders(url: str, load: _Load, orders: Connection) -> None:
     store = connect(url)
     await store.open_namespace(benchmark_namespace(), deadline=Deadline.after(30.0))
     pages = RecordPages(load.size_bytes, _SEALED)
+    payloads = [bytes(source[HEADER_BYTES:]) for source in pages.sources]
     orders.send(None)
     while (order := await asyncio.to_thread(orders.recv)) is not None:
         begun_s, making_s = time.process_time(), 0.0
         next_s = time.monotonic()
         for _ in range(order.num_records // _SEALED):
             before_s, before_wall_s = time.process_time(), time.monotonic()
+            for payload, buffer in zip(payloads, pages.sources, strict=True):
+                encode(RAW, payload, memoryview(buffer)[HEADER_BYTES:])
             batch = pages.batch()
             hashes = [_block_hashes(record) for record in batch.records]
             making_s += time.process_time() - before_s
@@ -166,7 +167,7 @@ async def _take_orders(url: str, load: _Load, orders: Connection) -> None:
             next_s = max(due[-1] + load.period_s, time.monotonic())
         orders.send(None)
         await asyncio.to_thread(orders.recv)
-        orders.send(time.process_time() - begun_s - making_s)
+        orders.send((making_s, time.process_time() - begun_s - making_s))
     await store.aclose()
 
 
@@ -228,14 +229,12 @@ class _Side:
         """
         self._orders.recv()
 
-    def taken_s(self) -> float:
-        """Processor time since the order."""
-        service_s = self.service_s() - self._before_s
+    def taken_s(self) -> tuple[float, float]:
+        """Processor time since the order: of making records, and of all else."""
+        service_s = self._node.cpu_s() - self._before_s
         self._orders.send(None)
-        return service_s + float(self._orders.recv())
-
-    def service_s(self) -> float:
-        return self._node.cpu_s()
+        making_s, client_s = self._orders.recv()
+        return making_s, service_s + client_s
 
     def stop(self) -> None:
         self._process.terminate()
@@ -248,15 +247,15 @@ class _Turn:
 
     Attributes:
         more_s: Seconds of the processor that a page took more with its name.
-        plain_s: Those that its saves took without.
+        plain_s: Those that its saves took without, with `making_s`.
+        making_s: In which the client made them.
         period_s: Seconds from one page to the next.
-        more_idle_s: Seconds of the processor that a second took more with names, while nothing was saved.
     """
 
     more_s: float
     plain_s: float
+    making_s: float
     period_s: float
-    more_idle_s: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -270,17 +269,18 @@ class _Pair:
     def more_s(self) -> float:
         return sum(turn.more_s for turn in self.turns) / 2
 
-    @property
-    def more_idle_s(self) -> float:
-        return sum(turn.more_idle_s for turn in self.turns) / 2
-
 
 def _compare(load: _Load, num_pages: int, num_turns: int) -> tuple[list[_Pair], int]:
     """The pairs of turns of two fresh services, and the batches that their subscribers got."""
     with temporary_folder() as folder, ExitStack() as stack:
         addresses = [f"ipc://{folder}/{name}-events" for name in ("first", "second")]
         counters = [stack.enter_context(_subscriber(address)) for address in addresses]
-        sides = [_start(folder, f"service-{index}", address, load, stack) for index, address in enumerate(addresses)]
+        memory_bytes = num_pages * load.slices * load.size_bytes  # so no page is evicted before it is published
+        nodes = [
+            Node(folder, f"service-{index}", memory_bytes=memory_bytes, events_endpoint=address)
+            for index, address in enumerate(addresses)
+        ]
+        sides = [_start(node, load, stack) for node in nodes]
         for side in sides:
             side.wait()
         for index in range(_WARMING_TURNS):
@@ -290,9 +290,7 @@ def _compare(load: _Load, num_pages: int, num_turns: int) -> tuple[list[_Pair], 
         return pairs, sum(number() - since for number, since in zip(counters, before, strict=True))
 
 
-def _start(folder: Path, name: str, address: str, load: _Load, stack: ExitStack) -> _Side:
-    memory_bytes = _MEMORY_RECORDS * load.size_bytes
-    node = Node(folder, name, memory_bytes=max(memory_bytes, 1 << 20), events_endpoint=address)
+def _start(node: Node, load: _Load, stack: ExitStack) -> _Side:
     stack.callback(node.stop)
     node.start()
     side = _Side(node, load)
@@ -301,25 +299,25 @@ def _start(folder: Path, name: str, address: str, load: _Load, stack: ExitStack)
 
 
 def _turn(sides: Sequence[_Side], named: int, load: _Load, num_pages: int) -> _Turn:
-    """Save the same to both services. Then save what pushes all of it out of memory, without names.
+    """Save to both services as much as their memories hold. Then save as much without names, so that all of it is
+    evicted.
 
     Args:
         named: The index of the service that gets the names.
     """
     begun_s = time.monotonic()
-    saving_s = _saved(sides, _Order(num_pages * load.slices, names=True), named)
+    order = _Order(num_pages * load.slices, names=True)
+    saving = _saved(sides, order, named)
     period_s = (time.monotonic() - begun_s - _QUIET_S) / num_pages
-    before_s = [side.service_s() for side in sides]
-    time.sleep(_IDLE_S)
-    idle_s = [side.service_s() - since_s for side, since_s in zip(sides, before_s, strict=True)]
-    evicting_s = _saved(sides, _Order(_MEMORY_RECORDS, names=False), named)
+    evicting = _saved(sides, replace(order, names=False), named)
     plain = 1 - named
-    more_s = saving_s[named] - saving_s[plain] + evicting_s[named] - evicting_s[plain]
-    return _Turn(more_s / num_pages, saving_s[plain] / num_pages, period_s, (idle_s[named] - idle_s[plain]) / _IDLE_S)
+    more_s = sum(part[named][1] - part[plain][1] for part in (saving, evicting))
+    making_s, other_s = saving[plain]
+    return _Turn(more_s / num_pages, (making_s + other_s) / num_pages, making_s / num_pages, period_s)
 
 
-def _saved(sides: Sequence[_Side], order: _Order, named: int) -> list[float]:
-    """Processor time of both services, in which they save and publish all. At most one gets names."""
+def _saved(sides: Sequence[_Side], order: _Order, named: int) -> list[tuple[float, float]]:
+    """Processor time in which both save and publish all, as `_Side.taken_s`. At most one gets names."""
     for index, side in enumerate(sides):
         side.order(order if index == named else replace(order, names=False))
     for side in sides:
@@ -375,13 +373,13 @@ def _row(figures: _Figures, size: int, num_pages: int, *, slices: int, page_s: f
         size,
         2 * len(figures.pairs) * num_pages,
         plain_ms=round(figures.middle(lambda turn: turn.plain_s) / slices * 1e3, 4),
+        making_ms=round(figures.middle(lambda turn: turn.making_s) / slices * 1e3, 4),
         page_us=round(middle_s * 1e6, 1),
         page_us_least=round(least_s * 1e6, 1),
         page_us_most=round(most_s * 1e6, 1),
         share=round(middle_s / page_s, 5),
         share_least=round(least_s / page_s, 5),
         share_most=round(most_s / page_s, 5),
-        idle_ms_per_s=round(statistics.median(pair.more_idle_s for pair in figures.pairs) * 1e3, 3),
         batches=figures.num_batches,
     )
 

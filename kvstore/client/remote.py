@@ -45,7 +45,7 @@ from kvstore.wire.places import parse_located
 Value = TypeVar("Value")
 _PROMPTS_KEPT = 256
 """Prompts that wait to be reported: long ones have some 100 KB."""
-_NAMES_GATHERED_S = 0.5
+_NAMES_GATHERED_S = 1.0
 """Names of pages that come within this time share one ping, one message and one wake of the service, which cost more
 processor time than they do. Routers learn of a new page later by this time; removals do not wait for it."""
 _NAMESPACES_MAX = 64

@@ -81,7 +81,8 @@ class Reports:
     def add(self, report: Report) -> None:
         """Have a report sent as soon as the service answers. Returns at once and never fails; on the loop's thread."""
         self._waiting.append((self._clock.monotonic_s(), report))
-        self._forget_some()
+        if len(self._waiting) > self._kept:
+            self._forget_some()
         if self._sending is None or self._sending.done():
             with suppress(Closed):
                 self._sending = self._tasks.spawn(self._send_later(), "send", is_shared=True)

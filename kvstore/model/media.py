@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from kvstore.errors import InvalidRequest
 
@@ -12,8 +12,7 @@ _LOCAL, _REMOTE = "LOCAL", "REMOTE"
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,31}")
 
 
-@dataclass(frozen=True, slots=True)
-class Medium:
+class Medium(NamedTuple):
     """Where a page is, in the words of vLLM's cache events.
 
     Attributes:

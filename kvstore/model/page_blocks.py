@@ -81,8 +81,8 @@ class PageBlocks(NamedTuple):  # made for each page that is saved, on both sides
     def is_too_large(self) -> bool:
         """Whether it has more than a service publishes. No engine's pages are that large."""
         num_groups = len(self.groups)
-        is_long = self.num_blocks * num_groups > HASHES_MAX
-        return is_long or num_groups > GROUPS_MAX or self.num_blocks * self.block_tokens * num_groups > TOKENS_MAX
+        num_hashes = self.num_blocks * num_groups
+        return num_hashes > HASHES_MAX or num_groups > GROUPS_MAX or num_hashes * self.block_tokens > TOKENS_MAX
 
     def check_page(self, layout: Layout) -> None:
         """Refuse blocks that are not of one page, tail or state.

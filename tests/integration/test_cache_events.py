@@ -311,7 +311,7 @@ async def test_engines_name_pages_over_the_wire(tmp_path: Path, subscriber: Even
         await save_all(red, prompt)
         blue.name_blocks(named(prompt, prompt.boundary(64))._replace(model="blue's words"))
         await blue.status(deadline=soon())
-        await asyncio.sleep(1.0)  # a client gathers names for half a second
+        await asyncio.sleep(1.5)  # a client gathers names for a second
         for one in (absent, prompt):
             red.name_blocks(named(one, one.boundary(64)))
         await seen(subscriber, lambda: blocks_in(subscriber, NODE, "CPU") == hashes(prompt, 64))
@@ -334,7 +334,7 @@ async def test_a_service_that_publishes_nothing_gets_no_names(tmp_path: Path) ->
         connection = engine.pool.now()
         assert connection is not None and not (connection.welcome.blocks or connection.welcome.page_names)
         engine.name_blocks(named(Prompt(ATTENTION, "p", 64), Prompt(ATTENTION, "p", 64).boundary(64)))
-        await asyncio.sleep(1.0)
+        await asyncio.sleep(1.5)
         assert await engine.status(deadline=soon())  # the connection lives
 
 

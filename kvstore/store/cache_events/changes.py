@@ -33,8 +33,10 @@ class BlockCounts:
 
     def add(self, blocks: PageBlocks, medium: Medium, group: int) -> Sequence[int]:
         """Count a page that came; returns the indexes of its blocks that no page there had before."""
-        counts = self._counts.setdefault(blocks.model, {}).setdefault((medium, group), _Counts())
-        return counts.add(blocks.all_hashes())
+        of_model = self._counts.setdefault(blocks.model, {})
+        if (medium, group) not in of_model:
+            of_model[medium, group] = _Counts()
+        return of_model[medium, group].add(blocks.all_hashes())
 
     def has(self, model: str, block: bytes) -> bool:
         """Whether a page with this block is on any medium."""

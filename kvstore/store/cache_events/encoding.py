@@ -61,17 +61,13 @@ def stored(blocks: PageBlocks, run: range, group: BlockGroup, medium: Medium) ->
     Args:
         run: Which of the page's blocks.
     """
-    size = blocks.block_tokens * _TOKEN_BYTES
     hashes = event_hashes(blocks)
     parent = hashes[run.start - 1] if run.start else _parent(blocks)
-    tokens = array("I", blocks.tokens[run.start * size : run.stop * size])
-    if byteorder == "big":
-        tokens.byteswap()
     event: dict[str, Any] = {
         "type": "BlockStored",
         "block_hashes": hashes[run.start : run.stop],
         "parent_block_hash": parent,
-        "token_ids": tokens.tolist(),
+        "token_ids": _tokens(blocks, run) if blocks.tokens else [],
         "block_size": blocks.block_tokens,
         "lora_id": None,
         "medium": medium.name,
@@ -81,7 +77,16 @@ def stored(blocks: PageBlocks, run: range, group: BlockGroup, medium: Medium) ->
     }
     if group.window_tokens is not None:
         event["kv_cache_spec_sliding_window"] = group.window_tokens
-    return {**event, "locality": medium.locality}
+    event["locality"] = medium.locality
+    return event
+
+
+def _tokens(blocks: PageBlocks, run: range) -> list[int]:
+    size = blocks.block_tokens * _TOKEN_BYTES
+    tokens = array("I", blocks.tokens[run.start * size : run.stop * size])
+    if byteorder == "big":
+        tokens.byteswap()
+    return tokens.tolist()
 
 
 def _parent(blocks: PageBlocks) -> int | bytes | None:

@@ -30,24 +30,23 @@ class Page:
         tenant: Whose it is.
         whole: A bit for each slice that it has.
         media: Where subscribers believe it to be.
+        num_bytes: About the memory that it takes.
     """
 
     blocks: PageBlocks
     tenant: str
     whole: int
     media: list[Medium] = field(default_factory=list)
+    num_bytes: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        blocks = self.blocks
+        of_counts = _HOLD_BYTES * blocks.num_blocks * len(blocks.groups)
+        self.num_bytes = _PAGE_BYTES + len(blocks.hashes) + len(blocks.tokens) + of_counts
 
     @property
     def place(self) -> Place:
         return self.blocks.namespace, self.blocks.boundary.prefix
-
-    @property
-    def num_bytes(self) -> int:
-        """About the memory that it takes."""
-        blocks = self.blocks
-        return (
-            _PAGE_BYTES + len(blocks.hashes) + len(blocks.tokens) + _HOLD_BYTES * blocks.num_blocks * len(blocks.groups)
-        )
 
 
 class Pages:
