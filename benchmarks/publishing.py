@@ -22,11 +22,12 @@ from benchmarks.measure import windowed
 from benchmarks.node import Node, temporary_folder
 from benchmarks.pages import RecordPages, benchmark_namespace
 from benchmarks.program import Column, count, run_rows
-from benchmarks.stores import Service
-from kvstore.client import RemoteStore, connect
+from benchmarks.stores import SAVE_MEMORY_BYTES
+from kvstore.api import SaveOutcome
+from kvstore.client import ClientOptions, RemoteStore, connect
 from kvstore.codec.chains import RAW, encode
 from kvstore.format.header_v1 import HEADER_BYTES
-from kvstore.format.record import Record
+from kvstore.format.record import Record, seal
 from kvstore.model.keys import Boundary
 from kvstore.model.page_blocks import BlockGroup, PageBlocks
 from kvstore.runtime.deadline import Deadline
@@ -43,6 +44,7 @@ _SEALED = 32
 _QUIET_S = 1.6
 """After the last save; what was saved is published by then."""
 _WARMING_TURNS = 2
+_SHARED_WAIT_S = 0.001
 
 _spawn = multiprocessing.get_context("spawn")
 
@@ -56,8 +58,6 @@ class Row:
         size_bytes: Of a record.
         pages: That were named, saved and evicted.
         plain_ms: A save whose page is not named: the median of turns, in milliseconds.
-        making_ms: The part of it in which the client makes the record, as an engine whose GPU has encoded the page: it
-            copies the payload behind a header, and seals it.
         page_us: By which naming a page and publishing that it came and left takes more: the median of pairs of turns,
             in microseconds.
         page_us_least, page_us_most: The middle half of the pairs.
@@ -70,7 +70,6 @@ class Row:
     size_bytes: int
     pages: int
     plain_ms: float
-    making_ms: float
     page_us: float
     page_us_least: float
     page_us_most: float
@@ -85,7 +84,6 @@ _COLUMNS: tuple[Column[Row], ...] = (
     ("what", lambda row: row.what),
     ("pages", lambda row: str(row.pages)),
     ("ms a save", lambda row: f"{row.plain_ms:.3f}"),
-    ("of it making", lambda row: f"{row.making_ms:.3f}"),
     ("more µs a page", lambda row: f"{row.page_us:.0f}"),
     ("middle half", lambda row: f"{row.page_us_least:.0f} to {row.page_us_most:.0f}"),
     ("of its saves", lambda row: f"{row.share:.2%}"),
@@ -136,26 +134,23 @@ class _Order:
 
 def _client(url: str, load: _Load, orders: Connection) -> None:
     """Saves what each order says, until there is none. At the end of each it answers with the seconds of processor time
-    in which it made the records, and with all others since the order."""
+    since the order, without those in which it made up names and bytes."""
     uvloop.run(_take_orders(url, load, orders))  # as an engine's client does
 
 
 async def _take_orders(url: str, load: _Load, orders: Connection) -> None:
-    store = connect(url)
+    store = connect(url, options=ClientOptions(save_memory_bytes=SAVE_MEMORY_BYTES))
     await store.open_namespace(benchmark_namespace(), deadline=Deadline.after(30.0))
     pages = RecordPages(load.size_bytes, _SEALED)
-    payloads = [bytes(source[HEADER_BYTES:]) for source in pages.sources]
     orders.send(None)
     while (order := await asyncio.to_thread(orders.recv)) is not None:
-        begun_s, making_s = time.process_time(), 0.0
+        begun_s, preparing_s = time.process_time(), 0.0
         next_s = time.monotonic()
         for _ in range(order.num_records // _SEALED):
             before_s, before_wall_s = time.process_time(), time.monotonic()
-            for payload, buffer in zip(payloads, pages.sources, strict=True):
-                encode(RAW, payload, memoryview(buffer)[HEADER_BYTES:])
             batch = pages.batch()
             hashes = [_block_hashes(record) for record in batch.records]
-            making_s += time.process_time() - before_s
+            preparing_s += time.process_time() - before_s
             next_s += time.monotonic() - before_wall_s
             due = [next_s + index * load.period_s for index in range(_SEALED)]
             named = range(0, _SEALED, load.slices) if order.names else ()
@@ -167,16 +162,29 @@ async def _take_orders(url: str, load: _Load, orders: Connection) -> None:
             next_s = max(due[-1] + load.period_s, time.monotonic())
         orders.send(None)
         await asyncio.to_thread(orders.recv)
-        orders.send((making_s, time.process_time() - begun_s - making_s))
+        orders.send(time.process_time() - begun_s - preparing_s)
     await store.aclose()
 
 
 async def _save(store: RemoteStore, record: Record, hashes: Sequence[bytes], due_s: float) -> None:
     if (wait_s := due_s - time.monotonic()) > 0:
         await asyncio.sleep(wait_s)
-    await Service(store).put(record)
+    outcome = await store.save(await _made(store, record), deadline=Deadline.after(30.0))
+    if outcome is not SaveOutcome.STORED:
+        raise RuntimeError(f"the service did not store a record: {outcome.value}")
     if hashes:
         store.name_blocks(_named(record, hashes))
+
+
+async def _made(store: RemoteStore, record: Record) -> Record:
+    """The record made again as an engine does whose GPU has encoded the page: its payload is copied behind a header, in
+    memory that the service reads, and sealed there. Small records are sent."""
+    while (buffer := store.shared_buffer(record.num_bytes)) is None and store.shares(record.num_bytes):
+        await asyncio.sleep(_SHARED_WAIT_S)
+    if buffer is None:
+        buffer = memoryview(bytearray(record.num_bytes))
+    encode(RAW, record.payload, buffer[HEADER_BYTES:])
+    return seal(record.header, buffer[: record.num_bytes])
 
 
 def _block_hashes(record: Record) -> list[bytes]:
@@ -229,12 +237,11 @@ class _Side:
         """
         self._orders.recv()
 
-    def taken_s(self) -> tuple[float, float]:
-        """Processor time since the order: of making records, and of all else."""
+    def taken_s(self) -> float:
+        """Processor time since the order."""
         service_s = self._node.cpu_s() - self._before_s
         self._orders.send(None)
-        making_s, client_s = self._orders.recv()
-        return making_s, service_s + client_s
+        return service_s + float(self._orders.recv())
 
     def stop(self) -> None:
         self._process.terminate()
@@ -247,14 +254,12 @@ class _Turn:
 
     Attributes:
         more_s: Seconds of the processor that a page took more with its name.
-        plain_s: Those that its saves took without, with `making_s`.
-        making_s: In which the client made them.
+        plain_s: Those that its saves took without.
         period_s: Seconds from one page to the next.
     """
 
     more_s: float
     plain_s: float
-    making_s: float
     period_s: float
 
 
@@ -311,13 +316,12 @@ def _turn(sides: Sequence[_Side], named: int, load: _Load, num_pages: int) -> _T
     period_s = (time.monotonic() - begun_s - _QUIET_S) / num_pages
     evicting = _saved(sides, replace(order, names=False), named)
     plain = 1 - named
-    more_s = sum(part[named][1] - part[plain][1] for part in (saving, evicting))
-    making_s, other_s = saving[plain]
-    return _Turn(more_s / num_pages, (making_s + other_s) / num_pages, making_s / num_pages, period_s)
+    more_s = sum(part[named] - part[plain] for part in (saving, evicting))
+    return _Turn(more_s / num_pages, saving[plain] / num_pages, period_s)
 
 
-def _saved(sides: Sequence[_Side], order: _Order, named: int) -> list[tuple[float, float]]:
-    """Processor time in which both save and publish all, as `_Side.taken_s`. At most one gets names."""
+def _saved(sides: Sequence[_Side], order: _Order, named: int) -> list[float]:
+    """Processor time in which both save and publish all. At most one gets names."""
     for index, side in enumerate(sides):
         side.order(order if index == named else replace(order, names=False))
     for side in sides:
@@ -373,7 +377,6 @@ def _row(figures: _Figures, size: int, num_pages: int, *, slices: int, page_s: f
         size,
         2 * len(figures.pairs) * num_pages,
         plain_ms=round(figures.middle(lambda turn: turn.plain_s) / slices * 1e3, 4),
-        making_ms=round(figures.middle(lambda turn: turn.making_s) / slices * 1e3, 4),
         page_us=round(middle_s * 1e6, 1),
         page_us_least=round(least_s * 1e6, 1),
         page_us_most=round(most_s * 1e6, 1),

@@ -48,6 +48,7 @@ _PROMPTS_KEPT = 256
 _NAMES_GATHERED_S = 1.0
 """Names of pages that come within this time share one ping, one message and one wake of the service, which cost more
 processor time than they do. Routers learn of a new page later by this time; removals do not wait for it."""
+_NAMES_KEPT = 8192
 _NAMESPACES_MAX = 64
 """The namespaces that were used last, up to this number, are opened again on a new connection."""
 
@@ -67,7 +68,7 @@ class RemoteStore(PageStore):
         self._save_memory = SaveMemory(options)
         self._stall_s = options.first_stall_timeout_s or options.stall_timeout_s
         self._reports = Reports(self._control, options.dead_after_s)
-        self._names = Reports(self._control, options.dead_after_s, gather_s=_NAMES_GATHERED_S)
+        self._names = Reports(self._control, options.dead_after_s, kept=_NAMES_KEPT, gather_s=_NAMES_GATHERED_S)
         self._prompts = Reports(self._control, options.dead_after_s, kept=_PROMPTS_KEPT)
         self._closed = False
 

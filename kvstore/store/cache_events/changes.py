@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from itertools import chain
 from typing import NamedTuple
 
 from kvstore.model.media import Medium
@@ -74,7 +73,7 @@ class _Counts:
 
     def add(self, blocks: Sequence[bytes]) -> Sequence[int]:
         """Count a page; returns the indexes of its blocks that no page had."""
-        if self.blocks.isdisjoint(blocks):
+        if self.blocks.isdisjoint(blocks) and len(set(blocks)) == len(blocks):
             self.blocks.update(blocks)
             return range(len(blocks))
         first = list[int]()
@@ -88,7 +87,7 @@ class _Counts:
 
     def remove(self, blocks: Sequence[bytes]) -> Sequence[int]:
         """Count a page no longer; returns the indexes of its blocks that no page has any more."""
-        if self._further.keys().isdisjoint(blocks):
+        if self._further.keys().isdisjoint(blocks) and len(set(blocks)) == len(blocks):
             self.blocks.difference_update(blocks)
             return range(len(blocks))
         last = list[int]()
@@ -105,7 +104,10 @@ class _Counts:
 
 def _distinct(blocks: Sequence[bytes]) -> Iterable[tuple[bytes, int]]:
     """A page's blocks with their indexes. One that a page has twice, which no engine does, counts once."""
-    return {block: index for index, block in enumerate(blocks)}.items()
+    distinct: dict[bytes, int] = {}
+    for index, block in enumerate(blocks):
+        distinct.setdefault(block, index)
+    return distinct.items()
 
 
 class _Came(NamedTuple):
@@ -135,28 +137,37 @@ class Changes:
     def __init__(self, topics: Callable[[Medium, str], Iterable[str]], block_counts: BlockCounts) -> None:
         self._topics = topics
         self._block_counts = block_counts
-        # both by medium and model
-        self._there: defaultdict[tuple[Medium, str], list[_Came]] = defaultdict(list)
-        self._gone: defaultdict[tuple[Medium, str], dict[int, list[int | bytes]]] = defaultdict(dict)  # by group
+        self._there: defaultdict[str, list[_Came]] = defaultdict(list)
+        self._gone: defaultdict[str, dict[tuple[Medium, int], list[int | bytes]]] = defaultdict(dict)
+        self._names: dict[tuple[Medium, str], list[str]] = {}
         self.num_bytes = 0
 
     def there(self, page: Page, medium: Medium) -> None:
         """Note that a page can be read from a medium."""
         blocks = page.blocks
-        self._there[medium, blocks.model] += [
+        came = [
             _Came(blocks, run, group, medium)
             for group in blocks.groups
             for run in _runs(self._block_counts.add(blocks, medium, group.index), _EVENT_TOKENS // blocks.block_tokens)
         ]
+        for topic in self._topics_of(medium, blocks.model):
+            self._there[topic] += came
         self._count(blocks)
 
     def gone(self, page: Page, medium: Medium) -> None:
         """Note that it no longer can."""
         blocks = page.blocks
         for group in blocks.groups:
-            if last := self._block_counts.remove(blocks, medium, group.index):
-                self._gone[medium, blocks.model].setdefault(group.index, []).extend(last)
+            last = self._block_counts.remove(blocks, medium, group.index)
+            for topic in self._topics_of(medium, blocks.model) if last else ():
+                self._gone[topic].setdefault((medium, group.index), []).extend(last)
         self._count(blocks)
+
+    def _topics_of(self, medium: Medium, model: str) -> list[str]:
+        """The topics, which are made once for all pages of a round."""
+        if (medium, model) not in self._names:
+            self._names[medium, model] = list(self._topics(medium, model))
+        return self._names[medium, model]
 
     def _count(self, blocks: PageBlocks) -> None:
         self.num_bytes += _CHANGE_BYTES + (len(blocks.hashes) + len(blocks.tokens)) * len(blocks.groups)
@@ -166,13 +177,9 @@ class Changes:
 
         Each batch is made when it is asked for, so that others can run before the next one.
         """
-        by_topic: defaultdict[str, list[tuple[Medium, str]]] = defaultdict(list)
-        for key in {**self._gone, **self._there}:
-            for topic in self._topics(*key):
-                by_topic[topic].append(key)
-        for topic, keys in by_topic.items():
+        for topic in {**self._gone, **self._there}:
             batch, num_bytes = list[Event](), 0
-            for event in chain(self._removed(keys), self._stored(keys)):
+            for event in self._events(topic):
                 num_bytes += event_bytes(event)
                 if batch and (num_bytes > BATCH_BYTES or len(batch) == _BATCH_EVENTS):
                     yield topic, batch
@@ -181,16 +188,12 @@ class Changes:
             if batch:  # none, if other pages have all blocks of those that came
                 yield topic, batch
 
-    def _removed(self, keys: Iterable[tuple[Medium, str]]) -> Iterator[Event]:
-        for medium, model in keys:
-            for group, hashes in self._gone.get((medium, model), {}).items():
-                for start in range(0, len(hashes), _EVENT_HASHES):
-                    yield removed(hashes[start : start + _EVENT_HASHES], group, medium)
-
-    def _stored(self, keys: Iterable[tuple[Medium, str]]) -> Iterator[Event]:
-        for key in keys:
-            for came in self._there.get(key, ()):
-                yield came.event()
+    def _events(self, topic: str) -> Iterator[Event]:
+        for (medium, group), hashes in self._gone[topic].items():
+            for start in range(0, len(hashes), _EVENT_HASHES):
+                yield removed(hashes[start : start + _EVENT_HASHES], group, medium)
+        for came in self._there[topic]:
+            yield came.event()
 
 
 def _removals(blocks: Sequence[bytes], group: int, medium: Medium) -> Iterator[Event]:

@@ -73,7 +73,9 @@ class Pages:
 
     def add(self, page: Page) -> None:
         """Take a page in, as the latest of its tenant."""
-        self._of.setdefault(page.tenant, OrderedDict())[page] = None
+        if (of_tenant := self._of.get(page.tenant)) is None:
+            of_tenant = self._of[page.tenant] = OrderedDict()
+        of_tenant[page] = None
         self._count(page, 1)
 
     def remove(self, page: Page) -> None:

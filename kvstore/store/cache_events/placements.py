@@ -23,7 +23,7 @@ from kvstore.store.cache_events.encoding import CLEARED, Event
 from kvstore.store.cache_events.pages import Page, Pages, PagesByHash, Place
 from kvstore.tiers.memory import MemoryTier
 
-_ROUND_S = 0.4
+ROUND_S = 0.4
 """How long changes wait for others that are published with them. So often the catalog is read for removals that other
 services made."""
 _TOMBSTONES_READ = (64, 1024, TOMBSTONES_MAX)
@@ -215,7 +215,7 @@ class PlacementEvents:
                 self._is_marked.clear()
                 with suppress(TimeoutError):  # no call tells when a subscriber asks for what is no longer kept
                     await asyncio.wait_for(self._is_marked.wait(), _IDLE_S)
-            await asyncio.sleep(_ROUND_S)
+            await asyncio.sleep(ROUND_S)
             if self._catalog is not None:
                 self._is_answering = await self._read_tombstones(self._catalog)
                 self._mark_retired()

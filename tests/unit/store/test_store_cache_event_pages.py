@@ -36,6 +36,12 @@ NODE = "kv@node:here@m"
 T = TypeVar("T")
 
 
+@pytest.fixture(autouse=True)
+def short_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The pauses of these tests are for some rounds, or for one."""
+    monkeypatch.setattr("kvstore.store.cache_events.placements.ROUND_S", 0.2)
+
+
 class Memory:
     """Where a memory tier has pages of one slice."""
 
