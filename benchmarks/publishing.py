@@ -31,7 +31,7 @@ from kvstore.format.record import Record, seal
 from kvstore.model.keys import Boundary
 from kvstore.model.page_blocks import BlockGroup, PageBlocks
 from kvstore.runtime.deadline import Deadline
-from kvstore.runtime.sizes import parse_bytes
+from kvstore.runtime.sizes import format_bytes, parse_bytes
 
 __all__ = ["main"]
 
@@ -44,6 +44,7 @@ _SEALED = 32
 _QUIET_S = 1.6
 """After the last save; what was saved is published by then."""
 _WARMING_TURNS = 2
+_GROUPS = (BlockGroup(0, "full_attention"),)
 _SHARED_WAIT_S = 0.001
 
 _spawn = multiprocessing.get_context("spawn")
@@ -96,7 +97,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Measure and report; returns the exit status: 0, 1 after a failure, 130 when interrupted."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.publishing", description=__doc__)
     parser.add_argument("--size", type=parse_bytes, default=4 << 20, metavar="BYTES", help="of a large record")
-    parser.add_argument("--slices", type=count, default=8, help="records of a page")
+    parser.add_argument("--slices", type=int, choices=(1, 2, 4, 8, 16, 32), default=8, help="records of a page")
     parser.add_argument("--pages", type=count, default=64, help="saved in one turn, in whole batches of 32")
     parser.add_argument("--turns", type=count, default=8, help="pairs of turns of each pair of services")
     parser.add_argument("--repetitions", type=count, default=3, help="pairs of fresh services, for each row")
@@ -206,9 +207,6 @@ def _named(record: Record, hashes: Sequence[bytes]) -> PageBlocks:
         block_tokens=span.num_tokens // _BLOCKS,
         groups=_GROUPS,
     )
-
-
-_GROUPS = (BlockGroup(0, "full_attention"),)
 
 
 # ---- two services, each with a client, at the same time
@@ -373,7 +371,7 @@ def _row(figures: _Figures, size: int, num_pages: int, *, slices: int, page_s: f
     middle_s, quarter = statistics.median(more_s), len(more_s) // 4
     least_s, most_s = more_s[quarter], more_s[-1 - quarter]
     return Row(
-        f"{size / 2**20:g} MiB",
+        format_bytes(size),
         size,
         2 * len(figures.pairs) * num_pages,
         plain_ms=round(figures.middle(lambda turn: turn.plain_s) / slices * 1e3, 4),

@@ -264,8 +264,8 @@ def page_blocks(
 def _hash_bytes(block_hashes: Sequence[bytes]) -> list[bytes]:
     """Hashes of blocks as vLLM would publish them; numbers as eight bytes.
 
-    vLLM reads an environment variable for each hash, which takes longer than all else that names a page. So only the
-    first one is converted by vLLM, if its number is what the hash ends with.
+    vLLM reads an environment variable for each hash, on the scheduler's thread. So vLLM converts the first one alone,
+    if its number is what the hash ends with.
     """
     first = _told_bytes(block_hashes[0])
     if first == block_hashes[0]:

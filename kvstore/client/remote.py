@@ -49,6 +49,7 @@ _NAMES_GATHERED_S = 1.0
 """Names of pages that come within this time share one ping, one message and one wake of the service, which cost more
 processor time than they do. Routers learn of a new page later by this time; removals do not wait for it."""
 _NAMES_KEPT = 8192
+"""Names that wait: an engine that saves many small pages may name thousands of them in that time."""
 _NAMESPACES_MAX = 64
 """The namespaces that were used last, up to this number, are opened again on a new connection."""
 

@@ -33,7 +33,7 @@ class BlockGroup:
     window_tokens: int | None = None
 
 
-class PageBlocks(NamedTuple):  # made for each page that is saved, on both sides: a dataclass takes five times as long
+class PageBlocks(NamedTuple):  # made for each page that is saved: a frozen dataclass takes longer to make
     """The blocks of one page, tail or state, as its engine names them. Never the salt of a user.
 
     Attributes:

@@ -139,7 +139,6 @@ class Changes:
         self._block_counts = block_counts
         self._there: defaultdict[str, list[_Came]] = defaultdict(list)
         self._gone: defaultdict[str, dict[tuple[Medium, int], list[int | bytes]]] = defaultdict(dict)
-        self._names: dict[tuple[Medium, str], list[str]] = {}
         self.num_bytes = 0
 
     def there(self, page: Page, medium: Medium) -> None:
@@ -150,7 +149,7 @@ class Changes:
             for group in blocks.groups
             for run in _runs(self._block_counts.add(blocks, medium, group.index), _EVENT_TOKENS // blocks.block_tokens)
         ]
-        for topic in self._topics_of(medium, blocks.model):
+        for topic in self._topics(medium, blocks.model):
             self._there[topic] += came
         self._count(blocks)
 
@@ -159,15 +158,9 @@ class Changes:
         blocks = page.blocks
         for group in blocks.groups:
             last = self._block_counts.remove(blocks, medium, group.index)
-            for topic in self._topics_of(medium, blocks.model) if last else ():
+            for topic in self._topics(medium, blocks.model) if last else ():
                 self._gone[topic].setdefault((medium, group.index), []).extend(last)
         self._count(blocks)
-
-    def _topics_of(self, medium: Medium, model: str) -> list[str]:
-        """The topics, which are made once for all pages of a round."""
-        if (medium, model) not in self._names:
-            self._names[medium, model] = list(self._topics(medium, model))
-        return self._names[medium, model]
 
     def _count(self, blocks: PageBlocks) -> None:
         self.num_bytes += _CHANGE_BYTES + (len(blocks.hashes) + len(blocks.tokens)) * len(blocks.groups)

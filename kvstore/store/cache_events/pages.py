@@ -30,23 +30,24 @@ class Page:
         tenant: Whose it is.
         whole: A bit for each slice that it has.
         media: Where subscribers believe it to be.
-        num_bytes: About the memory that it takes.
     """
 
     blocks: PageBlocks
     tenant: str
     whole: int
     media: list[Medium] = field(default_factory=list)
-    num_bytes: int = field(init=False)
-
-    def __post_init__(self) -> None:
-        blocks = self.blocks
-        of_counts = _HOLD_BYTES * blocks.num_blocks * len(blocks.groups)
-        self.num_bytes = _PAGE_BYTES + len(blocks.hashes) + len(blocks.tokens) + of_counts
 
     @property
     def place(self) -> Place:
         return self.blocks.namespace, self.blocks.boundary.prefix
+
+    @property
+    def num_bytes(self) -> int:
+        """About the memory that it takes."""
+        blocks = self.blocks
+        return (
+            _PAGE_BYTES + len(blocks.hashes) + len(blocks.tokens) + _HOLD_BYTES * blocks.num_blocks * len(blocks.groups)
+        )
 
 
 class Pages:
@@ -73,9 +74,7 @@ class Pages:
 
     def add(self, page: Page) -> None:
         """Take a page in, as the latest of its tenant."""
-        if (of_tenant := self._of.get(page.tenant)) is None:
-            of_tenant = self._of[page.tenant] = OrderedDict()
-        of_tenant[page] = None
+        self._of.setdefault(page.tenant, OrderedDict())[page] = None
         self._count(page, 1)
 
     def remove(self, page: Page) -> None:

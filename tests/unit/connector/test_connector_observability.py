@@ -175,6 +175,19 @@ def test_a_page_is_named_as_its_events_name_it(
     assert decoded == expected
 
 
+def test_a_page_is_named_as_vllm_converts_its_hashes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also if a release makes its numbers from other bytes of a hash than the last ones."""
+    from connector.vllm.observability import page_blocks
+
+    name = "connector.vllm.observability.maybe_convert_block_hash"
+    monkeypatch.setattr(name, lambda block_hash: int.from_bytes(block_hash[:8], "big"))
+    event = replace(EVENT, parent=bytes(range(32)), hashes=(bytes(range(1, 33)), bytes(range(2, 34))))
+    page = NamedPage(NamespaceId(bytes(16)), Boundary(2 * BLOCK, PrefixHash(bytes(32))), event)
+    blocks = page_blocks(page, *two_feeds(), "org/model", tells_tokens=False)
+    assert blocks.all_hashes() == [bytes(range(1, 9)), bytes(range(2, 10))]
+    assert blocks.parent == bytes(range(8))
+
+
 def test_only_an_engine_that_may_names_pages() -> None:
     from connector.settings import ConnectorSettings
     from kvstore.errors import InvalidRequest
