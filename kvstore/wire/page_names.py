@@ -77,7 +77,7 @@ def parse_names(message: messages.PageNames) -> list[PageBlocks]:
     pages = []
     for at, said in enumerate(message.pages):
         where = f"page_names.pages[{at}]"
-        if not isinstance(said, list) or [type(value) for value in said] != _PAGE:
+        if not isinstance(said, list) or list(map(type, said)) != _PAGE:
             raise InvalidRequest(
                 "expected the names of a page",
                 field=where,
@@ -151,17 +151,17 @@ def _page(
     """
     page = PageBlocks(boundary=boundary, hashes=hashes, parent=parent, tokens=tokens, **shared)
     width, num_blocks = page.hash_bytes, page.num_blocks
-    for name, num_bytes, expected in (
-        ("hashes", len(hashes), (max(1, num_blocks) * width,)),
-        ("parent", len(parent), (0, width)),
-        ("tokens", len(tokens), (0, 4 * num_blocks * page.block_tokens)),
-    ):
-        if num_bytes not in expected:
-            wanted = " or ".join(map(str, expected))
-            raise InvalidRequest(
-                "a field has the wrong length", field=f"{where}.{name}", expected=wanted, seen=num_bytes
-            )
+    if not num_blocks or len(hashes) != num_blocks * width:
+        raise _wrong_length(f"{where}.hashes", f"{max(1, num_blocks) * width}", hashes)
+    if parent and len(parent) != width:
+        raise _wrong_length(f"{where}.parent", f"0 or {width}", parent)
+    if tokens and len(tokens) != 4 * num_blocks * page.block_tokens:
+        raise _wrong_length(f"{where}.tokens", f"0 or {4 * num_blocks * page.block_tokens}", tokens)
     return page
+
+
+def _wrong_length(where: str, expected: str, data: bytes) -> InvalidRequest:
+    return InvalidRequest("a field has the wrong length", field=where, expected=expected, seen=len(data))
 
 
 def _excess(num_blocks: int, block_tokens: int, groups: Sequence[BlockGroup]) -> tuple[str, int, int] | None:

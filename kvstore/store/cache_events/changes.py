@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from kvstore.model.media import Medium
 from kvstore.model.page_blocks import BlockGroup, PageBlocks
-from kvstore.store.cache_events.encoding import Event, event_bytes, event_hash, event_hashes, removed, stored
+from kvstore.store.cache_events.encoding import Event, EventHash, event_bytes, event_hashes, removed, stored
 from kvstore.store.cache_events.pages import Page
 
 BATCH_BYTES = 64 << 10
@@ -30,14 +30,14 @@ class BlockCounts:
         # by model, since a tenant may name any number of them
         self._counts: dict[str, dict[tuple[Medium, int], _Counts]] = {}
 
-    def add(self, blocks: PageBlocks, medium: Medium, group: int) -> Sequence[int]:
-        """Count a page that came; returns the indexes of its blocks that no page there had before."""
-        of_model = self._counts.setdefault(blocks.model, {})
+    def add(self, model: str, hashes: Sequence[EventHash], medium: Medium, group: int) -> Sequence[int]:
+        """Count a page with these blocks that came; returns the indexes of those that no page there had before."""
+        of_model = self._counts.setdefault(model, {})
         if (medium, group) not in of_model:
             of_model[medium, group] = _Counts()
-        return of_model[medium, group].add(blocks.all_hashes())
+        return of_model[medium, group].add(hashes)
 
-    def has(self, model: str, block: bytes) -> bool:
+    def has(self, model: str, block: EventHash) -> bool:
         """Whether a page with this block is on any medium."""
         return any(block in counts.blocks for counts in self._counts.get(model, {}).values())
 
@@ -47,17 +47,16 @@ class BlockCounts:
             for (medium, group), counts in of_model.items():
                 yield model, medium, _removals(list(counts.blocks), group, medium)
 
-    def remove(self, blocks: PageBlocks, medium: Medium, group: int) -> list[int | bytes]:
-        """Count a page that left; returns its hashes, as events have them, that no page there has any more."""
-        of_model = self._counts[blocks.model]
+    def remove(self, model: str, hashes: Sequence[EventHash], medium: Medium, group: int) -> Sequence[EventHash]:
+        """Count a page with these blocks that left; returns those that no page there has any more."""
+        of_model = self._counts[model]
         counts = of_model[medium, group]
-        last = counts.remove(blocks.all_hashes())
+        last = counts.remove(hashes)
         if not counts.blocks:
             del of_model[medium, group]
             if not of_model:
-                del self._counts[blocks.model]
-        hashes = event_hashes(blocks)
-        return hashes if len(last) == len(hashes) else [hashes[index] for index in last]
+                del self._counts[model]
+        return last
 
 
 class _Counts:
@@ -68,16 +67,19 @@ class _Counts:
     """
 
     def __init__(self) -> None:
-        self.blocks: set[bytes] = set()
-        self._further: dict[bytes, int] = {}  # of blocks that several pages have: how many beside one
+        self.blocks: set[EventHash] = set()
+        self._further: dict[EventHash, int] = {}  # of blocks that several pages have: how many beside one
 
-    def add(self, blocks: Sequence[bytes]) -> Sequence[int]:
+    def add(self, blocks: Sequence[EventHash]) -> Sequence[int]:
         """Count a page; returns the indexes of its blocks that no page had."""
-        if self.blocks.isdisjoint(blocks) and len(set(blocks)) == len(blocks):
+        if self.blocks.isdisjoint(blocks):
+            before = len(self.blocks)
             self.blocks.update(blocks)
-            return range(len(blocks))
+            if len(self.blocks) - before == len(blocks):
+                return range(len(blocks))
+            return [index for index, _ in _distinct(blocks)]
         first = list[int]()
-        for block, index in _distinct(blocks):
+        for index, block in _distinct(blocks):
             if block in self.blocks:
                 self._further[block] = self._further.get(block, 0) + 1
             else:
@@ -85,16 +87,17 @@ class _Counts:
                 first.append(index)
         return first
 
-    def remove(self, blocks: Sequence[bytes]) -> Sequence[int]:
-        """Count a page no longer; returns the indexes of its blocks that no page has any more."""
-        if self._further.keys().isdisjoint(blocks) and len(set(blocks)) == len(blocks):
+    def remove(self, blocks: Sequence[EventHash]) -> Sequence[EventHash]:
+        """Count a page no longer; returns its blocks that no page has any more."""
+        if not self._further or self._further.keys().isdisjoint(blocks):
+            before = len(self.blocks)
             self.blocks.difference_update(blocks)
-            return range(len(blocks))
-        last = list[int]()
-        for block, index in _distinct(blocks):
+            return blocks if before - len(self.blocks) == len(blocks) else [block for _, block in _distinct(blocks)]
+        last = list[EventHash]()
+        for _, block in _distinct(blocks):
             if block not in self._further:
                 self.blocks.remove(block)
-                last.append(index)
+                last.append(block)
             elif self._further[block] > 1:
                 self._further[block] -= 1
             else:
@@ -102,12 +105,12 @@ class _Counts:
         return last
 
 
-def _distinct(blocks: Sequence[bytes]) -> Iterable[tuple[bytes, int]]:
+def _distinct(blocks: Sequence[EventHash]) -> Iterable[tuple[int, EventHash]]:
     """A page's blocks with their indexes. One that a page has twice, which no engine does, counts once."""
-    distinct: dict[bytes, int] = {}
+    distinct: dict[EventHash, int] = {}
     for index, block in enumerate(blocks):
         distinct.setdefault(block, index)
-    return distinct.items()
+    return ((index, block) for block, index in distinct.items())
 
 
 class _Came(NamedTuple):
@@ -120,6 +123,9 @@ class _Came(NamedTuple):
 
     def event(self) -> Event:
         return stored(self.blocks, self.run, self.group, self.medium)
+
+
+_Topics = tuple[str, ...]
 
 
 class Changes:
@@ -137,30 +143,35 @@ class Changes:
     def __init__(self, topics: Callable[[Medium, str], Iterable[str]], block_counts: BlockCounts) -> None:
         self._topics = topics
         self._block_counts = block_counts
-        self._there: defaultdict[str, list[_Came]] = defaultdict(list)
-        self._gone: defaultdict[str, dict[tuple[Medium, int], list[int | bytes]]] = defaultdict(dict)
+        self._topics_of: dict[tuple[Medium, str], _Topics] = {}
+        self._there: defaultdict[_Topics, list[_Came]] = defaultdict(list)
+        self._gone: defaultdict[_Topics, dict[tuple[Medium, int], list[EventHash]]] = defaultdict(dict)
         self.num_bytes = 0
 
     def there(self, page: Page, medium: Medium) -> None:
         """Note that a page can be read from a medium."""
         blocks = page.blocks
-        came = [
-            _Came(blocks, run, group, medium)
-            for group in blocks.groups
-            for run in _runs(self._block_counts.add(blocks, medium, group.index), _EVENT_TOKENS // blocks.block_tokens)
-        ]
-        for topic in self._topics(medium, blocks.model):
-            self._there[topic] += came
+        hashes, came = event_hashes(blocks), self._there[self._its_topics(medium, blocks.model)]
+        for group in blocks.groups:
+            new = self._block_counts.add(blocks.model, hashes, medium, group.index)
+            for run in _runs(new, _EVENT_TOKENS // blocks.block_tokens):
+                came.append(_Came(blocks, run, group, medium))
         self._count(blocks)
 
     def gone(self, page: Page, medium: Medium) -> None:
         """Note that it no longer can."""
         blocks = page.blocks
+        hashes, gone = event_hashes(blocks), self._gone[self._its_topics(medium, blocks.model)]
         for group in blocks.groups:
-            last = self._block_counts.remove(blocks, medium, group.index)
-            for topic in self._topics(medium, blocks.model) if last else ():
-                self._gone[topic].setdefault((medium, group.index), []).extend(last)
+            if last := self._block_counts.remove(blocks.model, hashes, medium, group.index):
+                gone.setdefault((medium, group.index), []).extend(last)
         self._count(blocks)
+
+    def _its_topics(self, medium: Medium, model: str) -> _Topics:
+        topics = self._topics_of.get((medium, model))
+        if topics is None:
+            topics = self._topics_of[medium, model] = tuple(self._topics(medium, model))
+        return topics
 
     def _count(self, blocks: PageBlocks) -> None:
         self.num_bytes += _CHANGE_BYTES + (len(blocks.hashes) + len(blocks.tokens)) * len(blocks.groups)
@@ -170,28 +181,33 @@ class Changes:
 
         Each batch is made when it is asked for, so that others can run before the next one.
         """
-        for topic in {**self._gone, **self._there}:
-            batch, num_bytes = list[Event](), 0
-            for event in self._events(topic):
-                num_bytes += event_bytes(event)
-                if batch and (num_bytes > BATCH_BYTES or len(batch) == _BATCH_EVENTS):
+        for topics in {**self._gone, **self._there}:
+            for batch in self._batches(topics):
+                for topic in topics:
                     yield topic, batch
-                    batch, num_bytes = [], event_bytes(event)
-                batch.append(event)
-            if batch:  # none, if other pages have all blocks of those that came
-                yield topic, batch
 
-    def _events(self, topic: str) -> Iterator[Event]:
-        for (medium, group), hashes in self._gone[topic].items():
+    def _batches(self, topics: _Topics) -> Iterator[list[Event]]:
+        batch, num_bytes = list[Event](), 0
+        for event in self._events(topics):
+            num_bytes += event_bytes(event)
+            if batch and (num_bytes > BATCH_BYTES or len(batch) == _BATCH_EVENTS):
+                yield batch
+                batch, num_bytes = [], event_bytes(event)
+            batch.append(event)
+        if batch:  # none, if other pages have all blocks of those that came
+            yield batch
+
+    def _events(self, topics: _Topics) -> Iterator[Event]:
+        for (medium, group), hashes in self._gone[topics].items():
             for start in range(0, len(hashes), _EVENT_HASHES):
                 yield removed(hashes[start : start + _EVENT_HASHES], group, medium)
-        for came in self._there[topic]:
+        for came in self._there[topics]:
             yield came.event()
 
 
-def _removals(blocks: Sequence[bytes], group: int, medium: Medium) -> Iterator[Event]:
+def _removals(blocks: Sequence[EventHash], group: int, medium: Medium) -> Iterator[Event]:
     for start in range(0, len(blocks), _EVENT_HASHES):
-        yield removed([event_hash(block) for block in blocks[start : start + _EVENT_HASHES]], group, medium)
+        yield removed(blocks[start : start + _EVENT_HASHES], group, medium)
 
 
 def _runs(indexes: Sequence[int], most: int) -> Iterator[range]:

@@ -14,6 +14,8 @@ from kvstore.model.media import Medium
 from kvstore.model.page_blocks import NUMBER_BYTES, BlockGroup, PageBlocks
 
 Event = Mapping[str, Any]
+EventHash = int | bytes
+"""The hash of a block as events have it: 8 bytes are a number, big-endian."""
 
 CLEARED: Event = {"type": "AllBlocksCleared"}
 """Everything that was published before on this topic counts no longer."""
@@ -35,16 +37,19 @@ def encode_batch(time_s: float, events: Sequence[Event]) -> bytes:
     return packed
 
 
-def event_hashes(blocks: PageBlocks) -> list[int | bytes]:
-    """The hashes of a page's blocks in order, as events have them."""
+def event_hashes(blocks: PageBlocks) -> Sequence[EventHash]:
+    """The hashes of a page's blocks in order."""
     if blocks.hash_bytes == NUMBER_BYTES:
-        return list(struct.unpack(f">{blocks.num_blocks}Q", blocks.hashes))
-    return list(blocks.all_hashes())
+        return struct.unpack(f">{len(blocks.hashes) // NUMBER_BYTES}Q", blocks.hashes)
+    return blocks.all_hashes()
 
 
-def event_hash(block: bytes) -> int | bytes:
-    """The hash of a block, as events have it."""
-    return int.from_bytes(block, "big") if len(block) == NUMBER_BYTES else block
+def event_parent(blocks: PageBlocks) -> EventHash | None:
+    """The hash of the block before a page; `None`: it begins the prompt."""
+    parent = blocks.parent
+    if not parent:
+        return None
+    return int.from_bytes(parent, "big") if len(parent) == NUMBER_BYTES else parent
 
 
 def event_bytes(event: Event) -> int:
@@ -62,10 +67,10 @@ def stored(blocks: PageBlocks, run: range, group: BlockGroup, medium: Medium) ->
         run: Which of the page's blocks.
     """
     hashes = event_hashes(blocks)
-    parent = hashes[run.start - 1] if run.start else _parent(blocks)
+    parent = hashes[run.start - 1] if run.start else event_parent(blocks)
     event: dict[str, Any] = {
         "type": "BlockStored",
-        "block_hashes": hashes[run.start : run.stop],
+        "block_hashes": list(hashes[run.start : run.stop]),
         "parent_block_hash": parent,
         "token_ids": _tokens(blocks, run) if blocks.tokens else [],
         "block_size": blocks.block_tokens,
@@ -89,12 +94,7 @@ def _tokens(blocks: PageBlocks, run: range) -> list[int]:
     return tokens.tolist()
 
 
-def _parent(blocks: PageBlocks) -> int | bytes | None:
-    """The hash of the block before a page; `None`: it begins the prompt."""
-    return event_hash(blocks.parent) if blocks.parent else None
-
-
-def removed(hashes: Sequence[int | bytes], group: int, medium: Medium) -> Event:
+def removed(hashes: Sequence[EventHash], group: int, medium: Medium) -> Event:
     """The event of blocks that are gone from a medium."""
     return {
         "type": "BlockRemoved",

@@ -4,7 +4,7 @@ most leave. They are also found by the hash of their last block, since a router 
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import OrderedDict, defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import chain, islice
@@ -30,24 +30,23 @@ class Page:
         tenant: Whose it is.
         whole: A bit for each slice that it has.
         media: Where subscribers believe it to be.
+        num_bytes: About the memory that it takes.
     """
 
     blocks: PageBlocks
     tenant: str
     whole: int
     media: list[Medium] = field(default_factory=list)
+    num_bytes: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        blocks = self.blocks
+        hold_bytes = _HOLD_BYTES * blocks.num_blocks * len(blocks.groups)
+        self.num_bytes = _PAGE_BYTES + len(blocks.hashes) + len(blocks.tokens) + hold_bytes
 
     @property
     def place(self) -> Place:
         return self.blocks.namespace, self.blocks.boundary.prefix
-
-    @property
-    def num_bytes(self) -> int:
-        """About the memory that it takes."""
-        blocks = self.blocks
-        return (
-            _PAGE_BYTES + len(blocks.hashes) + len(blocks.tokens) + _HOLD_BYTES * blocks.num_blocks * len(blocks.groups)
-        )
 
 
 class Pages:
@@ -61,7 +60,7 @@ class Pages:
     def __init__(self, most: int, bytes_max: int) -> None:
         self._most = most
         self._bytes_max = bytes_max
-        self._of: dict[str, OrderedDict[Page, None]] = {}
+        self._of: defaultdict[str, OrderedDict[Page, None]] = defaultdict(OrderedDict)
         self._bytes: dict[str, int] = {}
         self._num_pages = 0
         self.used_bytes = 0
@@ -74,7 +73,7 @@ class Pages:
 
     def add(self, page: Page) -> None:
         """Take a page in, as the latest of its tenant."""
-        self._of.setdefault(page.tenant, OrderedDict())[page] = None
+        self._of[page.tenant][page] = None
         self._count(page, 1)
 
     def remove(self, page: Page) -> None:

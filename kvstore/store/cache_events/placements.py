@@ -19,7 +19,7 @@ from kvstore.runtime.background import Background
 from kvstore.runtime.clock import Clock
 from kvstore.runtime.deadline import Deadline
 from kvstore.store.cache_events.changes import BATCH_BYTES, BlockCounts, Changes
-from kvstore.store.cache_events.encoding import CLEARED, Event
+from kvstore.store.cache_events.encoding import CLEARED, Event, EventHash, event_hashes, event_parent
 from kvstore.store.cache_events.pages import Page, Pages, PagesByHash, Place
 from kvstore.tiers.memory import MemoryTier
 
@@ -145,7 +145,7 @@ class PlacementEvents:
         self._placed, self._unplaced = Pages(PAGES_MAX, BYTES_MAX), Pages(UNPLACED_MAX, _UNPLACED_BYTES_MAX)
         self._block_counts = BlockCounts()
         self._by_hash = PagesByHash()
-        self._orphans: dict[bytes, dict[Place, None]] = {}  # by the hash of the block that they wait for
+        self._orphans: dict[EventHash, dict[Place, None]] = {}  # by the hash of the block that they wait for
         self._marked: dict[Place, None] = {}  # a set that keeps its order
         self._is_marked = asyncio.Event()  # some were, since the last round
         self._unanswered: dict[Place, None] = {}  # marked again once the catalog answers
@@ -195,7 +195,7 @@ class PlacementEvents:
     def changed(self, key: RecordKey) -> None:
         """Note that a record was stored or removed somewhere. Called for every record: it must cost nothing."""
         place = (key.namespace, key.prefix)
-        if place in self._pages:
+        if place in self._pages and place not in self._marked:
             self._mark(place)
 
     def _mark(self, place: Place) -> None:
@@ -365,36 +365,43 @@ class PlacementEvents:
         pages = self._pages.get(place)
         if pages is None:
             return
-        held = self._memory.boundaries(namespace).get(prefix, {})
+        held = self._memory.boundaries(namespace).get(prefix, _NOTHING)
         rows = {level: _bits(table, index, level) for level in self._levels} if table is not None else {}
         is_served = namespace not in self._retired
         for group, page in pages.items():
-            now = [self._memory_medium] if is_served and held.get(group, 0) == page.whole else []
+            before = page.media
+            now = [self._memory_medium] if is_served and held.get(group) == page.whole else []
             for level, medium in self._levels.items() if is_served else ():
-                is_there = rows[level][group] == page.whole if level in rows else medium in page.media
+                is_there = rows[level][group] == page.whole if level in rows else medium in before
                 if is_there and medium not in now:
                     now.append(medium)
-            if now and not page.media and self._waits(page):
+            if now == before or (not before and self._waits(page)):
                 continue
-            for medium in page.media:
+            for medium in before:
                 if medium not in now:
                     changes.gone(page, medium)
             for medium in now:
-                if medium not in page.media:
+                if medium not in before:
                     changes.there(page, medium)
-            if bool(now) != bool(page.media):
-                before, after = (self._unplaced, self._placed) if now else (self._placed, self._unplaced)
-                before.remove(page)
-                after.add(page)
-            if now and not page.media and self._orphans:
-                for block in page.blocks.all_hashes():
-                    self._marked |= self._orphans.pop(block, {})
             page.media = now
+            if not now:
+                self._placed.remove(page)
+                self._unplaced.add(page)
+            elif not before:
+                self._unplaced.remove(page)
+                self._placed.add(page)
+                self._mark_orphans(page)
+
+    def _mark_orphans(self, page: Page) -> None:
+        """Mark the boundaries whose pages waited for a block of this one."""
+        if self._orphans:
+            for block in event_hashes(page.blocks):
+                self._marked |= self._orphans.pop(block, {})
 
     def _waits(self, page: Page) -> bool:
         """Whether a page is to be published after the one with the block before it, which marks it then."""
-        parent = page.blocks.parent
-        if not parent or self._block_counts.has(page.blocks.model, parent):
+        parent = event_parent(page.blocks)
+        if parent is None or self._block_counts.has(page.blocks.model, parent):
             return False
         self._orphans.setdefault(parent, {})[page.place] = None
         return True
@@ -405,9 +412,9 @@ class PlacementEvents:
 
     def _forget(self, page: Page, changes: Changes | None = None) -> None:
         """Forget a page. Subscribers forget it too, since no later removal could reach them."""
-        pages, parent = self._pages[page.place], page.blocks.parent
+        pages, parent = self._pages[page.place], event_parent(page.blocks)
         del pages[page.blocks.group]
-        if orphans := self._orphans.get(parent):
+        if parent is not None and (orphans := self._orphans.get(parent)):
             orphans.pop(page.place, None)
             if not orphans:
                 del self._orphans[parent]
@@ -436,6 +443,9 @@ class PlacementEvents:
 
     def _deadline(self) -> Deadline:
         return Deadline.after(_CALL_S, self._clock)
+
+
+_NOTHING: Mapping[int, int] = {}
 
 
 def _is_node(topic: str) -> bool:

@@ -40,17 +40,17 @@ def test_a_block_comes_with_its_first_page_and_leaves_with_its_last(steps: list[
     for numbers, comes in steps:
         if comes:
             first = [number for number in dict.fromkeys(numbers) if not plain[number]]
-            assert [numbers[index] for index in counts.add(blocks_of(numbers), MEMORY, 0)] == first
+            assert [numbers[index] for index in counts.add("m", numbers, MEMORY, 0)] == first
             there.append(numbers)
             plain.update(set(numbers))
         elif there:
             left = there.pop(len(there) // 2)
             plain.subtract(set(left))
             last = [number for number in dict.fromkeys(left) if not plain[number]]
-            assert counts.remove(blocks_of(left), MEMORY, 0) == last
-        assert all(counts.has("m", number.to_bytes(8, "big")) == (plain[number] > 0) for number in range(1, 7))
+            assert counts.remove("m", left, MEMORY, 0) == last
+        assert all(counts.has("m", number) == (plain[number] > 0) for number in range(1, 7))
     for left in there:
-        counts.remove(blocks_of(left), MEMORY, 0)
+        counts.remove("m", left, MEMORY, 0)
     assert not list(counts.removals())
 
 
