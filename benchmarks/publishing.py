@@ -38,7 +38,7 @@ __all__ = ["main"]
 _BLOCKS = 16
 """Of a page: 256 tokens in blocks of 16. With 8 billion parameters it has 32 MiB, in 8 slices of 4 MiB."""
 _SMALL_BYTES = 64 << 10
-"""Of a record whose save costs little, so that what publishing costs is a larger part."""
+"""Of a record whose save costs little and leaves the processor's caches as they are."""
 _SEALED = 32
 """Records that are sealed together, between saves."""
 _QUIET_S = 1.6
@@ -55,20 +55,18 @@ class Row:
     """What saves cost in processor time: of all threads of a service and its client's process together.
 
     Attributes:
-        what: Of the records.
-        size_bytes: Of a record.
+        what: The records of a page, and how fast pages come.
         pages: That were named, saved and evicted.
         plain_ms: A save whose page is not named: the median of turns, in milliseconds.
         page_us: By which naming a page and publishing that it came and left takes more: the median of pairs of turns,
             in microseconds.
         page_us_least, page_us_most: The middle half of the pairs.
-        share: `page_us` as a share of what the saves of a page of large records take without it.
+        share: `page_us` as a share of what the saves of a page of large records take without it, at full speed.
         share_least, share_most: The same, of the middle half.
         batches: That a subscriber got.
     """
 
     what: str
-    size_bytes: int
     pages: int
     plain_ms: float
     page_us: float
@@ -348,31 +346,34 @@ class _Figures:
 
 def _measure(chosen: argparse.Namespace, say: Callable[[str], None]) -> list[Row]:
     num_pages = max(1, chosen.pages // _SEALED) * _SEALED
-    large, small = _Figures(), _Figures()
+    full_speed, small, large = _Figures(), _Figures(), _Figures()
     for repetition in range(chosen.repetitions):
         load = _Load(chosen.size, chosen.slices, chosen.in_flight, 0.0)
+        full_speed.add(load, num_pages, max(1, chosen.turns // 4))
+        # One record of each page at the pace of whole pages: as many names in each message, and the other saves, which
+        # take some percent more or less from turn to turn, do not hide what a name takes.
+        load = replace(load, slices=1, period_s=full_speed.middle(lambda turn: turn.period_s))
+        small.add(replace(load, size_bytes=_SMALL_BYTES), num_pages, chosen.turns)
         large.add(load, num_pages, chosen.turns)
-        # small records come at the pace of large ones, so that each message has as many names
-        load = replace(load, size_bytes=_SMALL_BYTES, period_s=large.middle(lambda turn: turn.period_s) / chosen.slices)
-        small.add(load, num_pages, chosen.turns)
         more = " and ".join(
-            f"{statistics.median(pair.more_s for pair in of.pairs[-chosen.turns :]) * 1e6:.0f}" for of in (large, small)
+            f"{statistics.median(pair.more_s for pair in of.pairs[-chosen.turns :]) * 1e6:.0f}" for of in (small, large)
         )
-        say(f"repetition {repetition + 1}: more us a page, of large and of small records: {more}")
-    page_s = large.middle(lambda turn: turn.plain_s)
+        say(f"repetition {repetition + 1}: more us a page, of small and of large records: {more}")
+    page_s = full_speed.middle(lambda turn: turn.plain_s)
+    large_name = format_bytes(chosen.size)
     return [
-        _row(figures, size, num_pages, slices=chosen.slices, page_s=page_s)
-        for figures, size in ((small, _SMALL_BYTES), (large, chosen.size))
+        _row(f"1 of {format_bytes(_SMALL_BYTES)}, paced", small, num_pages, slices=1, page_s=page_s),
+        _row(f"1 of {large_name}, paced", large, num_pages, slices=1, page_s=page_s),
+        _row(f"{chosen.slices} of {large_name}", full_speed, num_pages, slices=chosen.slices, page_s=page_s),
     ]
 
 
-def _row(figures: _Figures, size: int, num_pages: int, *, slices: int, page_s: float) -> Row:
+def _row(what: str, figures: _Figures, num_pages: int, *, slices: int, page_s: float) -> Row:
     more_s = sorted(pair.more_s for pair in figures.pairs)
     middle_s, quarter = statistics.median(more_s), len(more_s) // 4
     least_s, most_s = more_s[quarter], more_s[-1 - quarter]
     return Row(
-        format_bytes(size),
-        size,
+        what,
         2 * len(figures.pairs) * num_pages,
         plain_ms=round(figures.middle(lambda turn: turn.plain_s) / slices * 1e3, 4),
         page_us=round(middle_s * 1e6, 1),

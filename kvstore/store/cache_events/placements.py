@@ -46,6 +46,7 @@ _IDLE_S = 2.0
 """While nothing changes, between two looks at whether a subscriber lacks something."""
 _BEHIND_S = 0.1
 """Between two looks at whether the publisher is still behind."""
+_NO_SLICES: Mapping[int, int] = {}
 
 
 class Publisher(Protocol):
@@ -365,7 +366,7 @@ class PlacementEvents:
         pages = self._pages.get(place)
         if pages is None:
             return
-        held = self._memory.boundaries(namespace).get(prefix, _NOTHING)
+        held = self._memory.boundaries(namespace).get(prefix, _NO_SLICES)
         rows = {level: _bits(table, index, level) for level in self._levels} if table is not None else {}
         is_served = namespace not in self._retired
         for group, page in pages.items():
@@ -443,9 +444,6 @@ class PlacementEvents:
 
     def _deadline(self) -> Deadline:
         return Deadline.after(_CALL_S, self._clock)
-
-
-_NOTHING: Mapping[int, int] = {}
 
 
 def _is_node(topic: str) -> bool:
