@@ -133,7 +133,8 @@ class Changes:
     group are one event.
 
     Args:
-        topics: Returns the topics of a medium and a model.
+        topics: Returns the topics of a medium and a model. Two media have the same topics, or none in common: pages of
+            one topic are published in the order in which they came.
         block_counts: Of all that was published before; kept up to date.
 
     Attributes:
@@ -168,6 +169,7 @@ class Changes:
         self._count(blocks)
 
     def _its_topics(self, medium: Medium, model: str) -> _Topics:
+        """As `topics`, which is called once for each medium and model."""
         topics = self._topics_of.get((medium, model))
         if topics is None:
             topics = self._topics_of[medium, model] = tuple(self._topics(medium, model))
