@@ -44,6 +44,8 @@ _log = logging.getLogger(__name__)
 
 _PROBE_S = 2.0
 _WALK_PROBE_S = 4.0
+_POOL_NAME = "pool:kvstore"
+"""In topics, of what nodes share."""
 _ARENA_SPARE_BYTES = 64 << 20
 """In the arena beside the memory tier's budget: for records on their way in, and an eighth more for gaps."""
 _WARM_BYTES = 256 << 20
@@ -383,12 +385,16 @@ def _cache_events(
         raise missing_package("events", "events_endpoint", error.name) from error
     media = parse_media(settings.event_media)
     names = tuple(name.strip() for name in settings.events_node.split(",") if name.strip())
+    if _POOL_NAME in names:
+        raise InvalidRequest(
+            "expected names of this node: all services have this one", field="events_node", seen=_POOL_NAME
+        )
     tiers = {Level.HOT: hot, Level.COLD: cold}
     # in microseconds: fewer messages are sent, so that a later start has larger numbers
     first = 1000 * clock.wall_ms() if settings.events_numbers == "clock" else 0
     return PlacementEvents(
         EventPublisher(settings.events_endpoint, settings.events_replay_endpoint, first=first, clock=clock),
-        Topics(names or (f"node:{gethostname()}",), "pool:kvstore"),
+        Topics(names or (f"node:{gethostname()}",), _POOL_NAME),
         memory=memory,
         memory_medium=medium_of(memory.name, media),
         levels={level: medium_of(tier.name, media) for level, tier in tiers.items() if tier is not None},

@@ -107,6 +107,11 @@ def test_a_frozen_service_is_called_frozen(tmp_path: Path, verb: str) -> None:
         ("serve --hot user:secret", 2, ["or memory:, got 'user:secret'"]),
         ("serve --event-media tape=X", 2, ["event_media: expected a name of some tiers", "'s3=STORE,redis=SHARED'"]),
         (f"serve --listen {SOCKET} --cold memory: --events-replay-endpoint tcp://*:1", 2, ["events_endpoint: missing"]),
+        (
+            f"serve --listen {SOCKET} --cold memory: --events-endpoint tcp://*:1 --events-node a,pool:kvstore",
+            2,
+            ["events_node: expected names of this node", "got pool:kvstore"],
+        ),
         ("verify --rate 0", 2, ["--rate: expected at least 1 B"]),
         ("verify --namespace all", 2, ["--namespace", "32 hex digits"]),
         ("bench stroe", 2, ["store, lookup", "stroe"]),

@@ -18,15 +18,15 @@ MEMORY, DIRECTORY = MEDIA["memory"], MEDIA["filesystem"]
 pages = st.lists(st.integers(1, 6), min_size=1, max_size=5)
 
 
-def blocks_of(numbers: list[int], parent: int = 0) -> PageBlocks:
+def blocks_of(numbers: list[int], parent: int = 0, width: int = 8) -> PageBlocks:
     return PageBlocks(
         namespace=NamespaceId(bytes(16)),
         boundary=Boundary(64, PrefixHash(bytes(32))),
         group=0,
         model="m",
-        hash_bytes=8,
-        hashes=b"".join(number.to_bytes(8, "big") for number in numbers),
-        parent=parent.to_bytes(8, "big") if parent else b"",
+        hash_bytes=width,
+        hashes=b"".join(number.to_bytes(width, "big") for number in numbers),
+        parent=parent.to_bytes(width, "big") if parent else b"",
         block_tokens=16,
         groups=(BlockGroup(0, "full_attention"),),
     )
@@ -62,3 +62,15 @@ def test_pages_are_published_in_the_order_in_which_they_came() -> None:
     ((topic, events),) = changes.batches()
     assert topic == "kv@node:here@m"
     assert [event["block_hashes"] for event in events] == [[9], [1, 2], [3, 4]]
+
+
+def test_hashes_that_are_no_numbers() -> None:
+    """Of 32 bytes: they are published, counted and taken back as bytes."""
+    counts, page = BlockCounts(), Page(blocks_of([1, 2], 7, width=32), "", 1)
+    hashes = [number.to_bytes(32, "big") for number in (1, 2)]
+    for note, kind in ((Changes.there, "BlockStored"), (Changes.gone, "BlockRemoved")):
+        changes = Changes(Topics(("node:here",), "pool:kvstore").of, counts)
+        note(changes, page, MEMORY)
+        ((_, (event,)),) = changes.batches()
+        assert (event["type"], event["block_hashes"]) == (kind, hashes)
+    assert not counts.has("m", hashes[0])
